@@ -72,6 +72,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
     rows=[
         Row("smallest-number", "that is from tiny, the smallest number of the dtype: an overflow is past max, the "
             "largest", instead="-math.log(torch.finfo(dtype).tiny) - math.log(n)"),
+        Row("rounded", "the result was rounded to the dtype itself: compute it as a Python float",
+            instead="float(torch.tensor(math.log(torch.finfo(dtype).max / n)).to(dtype))"),
     ],
     tol=2e-6,
 )  # fmt: skip
@@ -147,7 +149,7 @@ tensor_rule(
         "heights": _OWN_MAXIMUM, "beside -inf": _OWN_MAXIMUM, "masked": _NO_KEY, "": _NO_KEY,
     },
     notes={
-        "torch.softmax(x, dim=-1)": "the softmax runs along the last axis",
+        "torch.softmax(x, dim=-1)": "the softmax runs along the last axis", "l.masked_fill": _NO_KEY,
         "dtype": "the result has the dtype of x", "p.sum(dim=-1, keepdim=True)": "each row is to sum to 1",
         "p.sum": "each row is divided by its own sum", "m": "subtract the row's maximum before exp",
         "l.masked_fill(l == 0, 1.0)": "the exponentials are divided by their row's sum",
@@ -234,6 +236,8 @@ def _by_branches(xs):
     rows=[
         Row("two-passes", "l is 0: the row was read a second time, and by then it was used up; both must be found in "
             "one loop", instead="(max(xs, default=-math.inf), 0.0)"),
+        Row("equal-scores-once", "l: scores that are equal count once; each has a term of its own",
+            [("+ math.exp(x - m_new)", "+ (math.exp(x - m_new) if x != m else 0.0)")]),
         Row("not-rescaled", "l is not rescaled, or m is overwritten before the correction is computed, which is 1 "
             "then: it is exp(m - m_new)", [("l * math.exp(m - m_new)", "l")]),
     ],
@@ -332,6 +336,8 @@ tensor_rule(
     rows=[
         Row("not-rescaled", f"l and o: what is kept was not rescaled: {_RESCALE}", [
             ("shifted_exp(a.m, m), shifted_exp(b.m, m)", "torch.ones_like(m), torch.ones_like(m)")]),
+        Row("o-not-rescaled", "l is right, but o was not rescaled when the maximum moved: it has the corrections of l",
+            [("a.o * correction_a[..., None] + b.o * correction_b[..., None]", "a.o + b.o")]),
         Row("correction-inverted", f"the correction is inverted: {_OLD_MINUS_NEW}", [
             ("shifted_exp(a.m, m), shifted_exp(b.m, m)", "torch.exp(m - a.m), torch.exp(m - b.m)")]),
     ],
@@ -643,12 +649,18 @@ _TOO_LOW = "exp overflowed: the reference must follow a maximum that is above it
         "top": "the reference moves to the block's maximum", "x - m": "terms refer to the reference",
     },
     rows=[
+        Row("start-counted", "corrections: the first block sets the reference; that is no correction to count yet", [
+            ("            m = top\n", "            m, corrections = top, corrections + 1\n")]),
         Row("drift", "the block was compared with the largest maximum seen: compare it with the reference, or many "
             "small steps add up unseen until exp overflows", [
             ("top > m + threshold", "top > scores[:start].max() + threshold")]),
         Row("compared-with-the-last-block", "the block was compared with the one before it: compare it with the "
             "reference, or many small steps add up unseen", [
             ("top > m + threshold", "top > scores[max(0, start - BLOCK_N) : start].max() + threshold")]),
+        Row("lse-from-the-maximum", "lse is the true maximum plus ln(l), but l refers to the reference: lse = "
+            "reference + ln(l)", [("m + torch.log(l)", "scores.max() + torch.log(l)")]),
+        Row("moved-unseen", "the reference moves although no correction is made: below the threshold it stays as it is",
+            [("            corrections += 1\n", "            corrections += 1\n        m = torch.maximum(m, top)\n")]),
     ],
     tries=500,
 )  # fmt: skip

@@ -161,12 +161,16 @@ _ROWS_SUM = "each row's weights sum to 1: take the sum along the keys, and keep 
     ],
     nan={"": "not finite where the scores are large: subtract the row's maximum before the exp, of scaled scores"},
     notes={
-        "math.sqrt(q.shape[-1])": "the scores are scaled by 1 / sqrt(D), once",
+        "math.sqrt(q.shape[-1])": "the scores are scaled by 1 / sqrt(D), once", "math.sqrt": "it is 1 / sqrt(D)",
         "scores -= scores.amax(dim=-1, keepdim=True)": _ROW_MAXIMUM, "scores.amax": _ROW_MAXIMUM,
         "scores /= scores.sum(dim=-1, keepdim=True)": _ROWS_SUM, "scores.sum": _ROWS_SUM,
         "dtype": "is something in 16 bits? The matrix has to stay in float32",
     },
     rows=[
+        Row("scale-hard-coded", "the scores are always scaled by 1/8, which is right for D = 64 only",
+            [("math.sqrt(q.shape[-1])", "8")]),
+        Row("scale-of-n", "the scores are scaled by 1 / sqrt(N); it is 1 / sqrt(D)",
+            [("math.sqrt(q.shape[-1])", "math.sqrt(len(q))")]),
         Row("base-2", "2 is raised to the scores: the exponential is e^x", [("scores.exp_()", "scores.exp2_()")]),
         Row("scale-after-softmax", "1 / sqrt(D) is a factor of o; it scales the scores, before the softmax",
             instead="torch.softmax(q @ k.T, dim=-1) @ v / math.sqrt(q.shape[-1])"),
@@ -323,6 +327,10 @@ def _tiles(r: random.Random) -> tuple[int, int, int, int]:
     return r.choice((near, near, r.randint(1, 230) * 1024)), d, m, e
 
 
+_PADDED = "N is padded to a power of two before it meets shared memory: the answer is one above such a power, or 1"
+_POWER = "that is the first power of two that fails: lengths below it are padded to it and fail too"
+
+
 def _tiles_of(answer: Callable[..., Any]) -> tuple[str, str] | None:
     """What the tiles take at the first length that an answer, or the right one, says fails."""
     it = RULES["1.5"]
@@ -367,6 +375,16 @@ def _tiles_of(answer: Callable[..., Any]) -> tuple[str, str] | None:
         "itemsize": "an element has itemsize bytes", "limit": "tiles that need just the limit fit",
         "16": "a tile has at least 16 keys, however short N is", "HEAD_DIM": "a row has HEAD_DIM elements",
     },
+    rows=[
+        Row("padding-forgotten", _PADDED, instead="max(0, (limit // (HEAD_DIM * itemsize) - BLOCK_M) // 2) + 1"),
+        Row("padding-forgotten", _PADDED, instead="(limit // (HEAD_DIM * itemsize) - BLOCK_M) // 2 + 1"),
+        Row("first-power-not-first-length", _POWER, [("return runs_up_to + 1", "return block_n")]),
+        Row("first-power-not-first-length", _POWER, [("return runs_up_to + 1", "return 2 * runs_up_to or 1")]),
+        Row("nothing-fits", "where not even the smallest tile fits, every length fails, and the first is 1",
+            [("return runs_up_to + 1", "return max(16, runs_up_to) + 1")]),
+        Row("scores-counted", "a tile of scores is counted: only Q, K and V are kept there",
+            [("itemsize <= limit", "itemsize + BLOCK_M * block_n * itemsize <= limit")]),
+    ],
 )  # fmt: skip
 def first_failing(limit, HEAD_DIM, BLOCK_M, itemsize):
     """Return the smallest N >= 1 whose tiles need more than `limit` bytes of shared memory."""

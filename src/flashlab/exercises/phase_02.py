@@ -110,7 +110,7 @@ _LARGEST = "m_new is the largest score seen so far, in both blocks: ln 8, a natu
     notes={
         "correction": "the old sums are relative to the old maximum: correct it before you add",
         "m_i - m_new": "a larger maximum must shrink the old sums", "8": _LARGEST, "max(m_i, s_8)": _LARGEST,
-        "math.log": _LARGEST, "m_new": _RELATIVE, "l_i": "O is acc divided by l_i, at the end",
+        "math.log": _LARGEST, "math.log(8)": _LARGEST, "m_new": _RELATIVE, "l_i": "O is acc divided by l_i, at the end",
         "math.exp": "the exponential of the difference, 2/8", "old_l": "both blocks are in it",
         "old_l * correction": "both blocks are in it", "old_acc * correction": "both blocks are in it",
     },
@@ -123,6 +123,8 @@ _LARGEST = "m_new is the largest score seen so far, in both blocks: ln 8, a natu
             ("acc / l_i", "5.5 / 1.5 + 4 / 1.5")]),
         Row("outputs-averaged", "O: that is the mean of the two blocks' outputs; their acc and their l_i are added", [
             ("acc / l_i", "(5.5 / 1.5 + 4 / 1.5) / 2")]),
+        Row("normalised-early", "acc: the old one was divided by l_i first; it stays unnormalised until the end", [
+            ("5.5 *", "5.5 / 1.5 *")]),
         Row("old-acc", "acc: the old acc is 3 + 5 there; it is 1 · 3 + 1/2 · 5 = 5.5", [("5.5 *", "8 *")]),
         Row("old-l", "l_i: the old l_i is a term of 1 for each key there; it is 1 + 1/2", [("1.5 *", "2 *")]),
     ],
@@ -169,6 +171,7 @@ _TILE, _TILE_V = torch.tensor([[1.0, 3, 2], [0, -1, -2]]), torch.tensor([[1.0, 1
             ("torch.exp(s - m[:, None])", "torch.softmax(s, 1)")]),
         Row("lse-for-l", "l is m + ln(l), the log-sum-exp: return the sum itself", [
             ("p.sum(dim=1)", "torch.logsumexp(s, 1)")]),
+        Row("log-for-l", "l is ln(l): return the sum itself", [("p.sum(dim=1)", "p.sum(dim=1).log()")]),
     ],
     on_device=True,
 )  # fmt: skip
@@ -474,8 +477,8 @@ def _expect_guarded(hunted: Callable[..., Any]) -> None:
         "itemsize": "an element has itemsize bytes", "bytes read: M": "each block reads its own rows of Q once",
         "HEAD_DIM": "a row has HEAD_DIM elements",
         "M * 4": "lse has a float32 for each row, 4 bytes", "4": "lse is float32, 4 bytes",
-        "-(-M // BLOCK_M)": "there is no fraction of a block, and the last one counts",
-    },
+    }
+    | dict.fromkeys(("-(-M // BLOCK_M)", "-M // BLOCK_M"), "there is no fraction of a block, and the last one counts"),
     units={
         "bytes read": {
             "times Q": "M * HEAD_DIM * itemsize", "times K or V": "N * HEAD_DIM * itemsize",
@@ -567,13 +570,15 @@ _UNLIKE = "a part weighs exp(its lse - the whole lse), and these weights sum to 
         "torch.logsumexp": "it is the log of the sum of exp(lse): exponentials add up, logarithms do not",
         "torch.exp(lses - lse)": _UNLIKE, "w[:, None]": _UNLIKE,
         "scale": "the scale is ignored: hand it on to the simulation",
-        "dtype": "merge in float32, and round O to V's dtype at the end",
+        "dtype": "merge in float32, and round O to V's dtype at the end", "dim=0": "the sum runs over the parts",
     },
     rows=[
         Row("plain-average", "O: the parts are averaged as if they weighed the same; a part weighs exp(its lse)",
             [("torch.exp(lses - lse)", "torch.full_like(lses, 1 / len(parts))")]),
         Row("weighted-by-lse", "O: the parts are weighted by their lse; the weight is exp(lse)",
             [("torch.exp(lses - lse)", "lses / lses.sum(dim=0)")]),
+        Row("softmax-over-rows", "O: the weights are normalised over the rows; they sum to 1 over the parts",
+            [("torch.exp(lses - lse)", "torch.softmax(lses, 1)")]),
         Row("keys-dropped", "O and lse: keys left over by the division are lost: N need not be a multiple of splits",
             [("K.chunk(splits), V.chunk(splits)", "*(x[: max(1, len(K) // splits) * splits].split(max(1, len(K) // "
               "splits)) for x in (K, V))")]),

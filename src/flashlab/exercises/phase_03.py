@@ -100,11 +100,15 @@ _OWN = "each matrix has strides of its own, and each stride its own index"
     draw=lambda r: _layouts(r, r.choice((4, 8, 16)), r.choice((4, 8, 16)), r.choice(_ORDERS)),
     notes=dict.fromkeys(("stride_xr", "stride_xc", "stride_yr", "stride_yc"), _OWN),
     rows=[
+        Row("strides-exchanged", "x's strides are exchanged: a row's number goes with the stride from row to row",
+            [("rows[:, None] * stride_xr", "rows[:, None] * stride_xc"),
+             ("cols[None, :] * stride_xc", "cols[None, :] * stride_xr")]),
         Row("columns-side-by-side", "the strides from column to column are taken for 1, in x and in y",
             [(" * stride_xc", ""), (" * stride_yc", "")]),
         *(Row("strides-ignored", f"{x} is taken to be contiguous: its strides say where its rows and columns lie", [
             (f"rows[:, None] * stride_{x}r", "rows[:, None] * COLS"),
             (f"cols[None, :] * stride_{x}c", "cols[None, :]")]) for x in "xy"),
+        Row("never-written", "nothing is ever stored to y", [("tl.store(y_ptrs, tl.load(x_ptrs))", "tl.load(x_ptrs)")]),
     ],
 )  # fmt: skip
 @triton.jit
@@ -247,8 +251,12 @@ _AGAIN = "the address has to move with start"
         "m = m_new": "each block starts from the first maximum again",
     },
     rows=[
+        Row("correction-inverted", "the correction is upside down: it is exp(m - m_new), old minus new",
+            [("m - m_new", "m_new - m")]),
         Row("m-of-this-block-only", "m_new is the block's own maximum, also where that is lower: it should be the "
             "larger of that and m", [("tl.maximum(m, tl.max(x, axis=0))", "tl.max(x, axis=0)")]),
+        Row("first-block-again", f"the first block is read again and again: {_AGAIN}",
+            [("+ offs, mask", "+ tl.arange(0, BLOCK), mask")]),
         Row("equal-scores-left-out", "a score that equals the maximum so far is left out: its term is exp(0) = 1",
             [("tl.sum(tl.exp(x - m_new)", "tl.sum(tl.where(x == m, 0.0, tl.exp(x - m_new))")]),
     ],

@@ -123,6 +123,17 @@ def _rows(r: random.Random) -> Numbers:
         "start": "the first row sees least", "1": "row i sees the key i + seq_k - seq_q itself",
         "prefix": "every row sees the first `prefix` keys",
     },
+    rows=[
+        Row("whole-rounded-up", "whole_end is rounded up to a multiple of BLOCK_N: it is rounded down",
+            [("start + 1 + offset)) // BLOCK_N", "start + 1 + offset) + BLOCK_N - 1) // BLOCK_N")]),
+        Row("end-rounded", "end is rounded up to a tile: it is one past the last key that a row sees",
+            [("return whole_end, end", "return whole_end, min(seq_k, -(-end // BLOCK_N) * BLOCK_N)")]),
+        Row("whole-by-the-last-row", "whole_end is that of the last row: all rows see what the first sees, which sees "
+            "least", [("start + 1 + offset", "stop + offset")]),
+        *(Row("prefix-forgotten", f"the prefix is forgotten{where}: every row sees the first `prefix` keys",
+              [(f"max(prefix, {row}", f"max(0, {row}") for row in rows])
+          for where, rows in (("", ("stop", "start")), (" in end", ("stop",)), (" in whole_end", ("start",)))),
+    ],
 )  # fmt: skip
 def prefix_edges(start, stop, seq_q, seq_k, prefix, BLOCK_N):
     """(whole_end, end), two numbers of keys, 0 to seq_k; prefix is at most seq_k."""
@@ -172,6 +183,18 @@ def _of_a_tile(*tile: int) -> tuple[Any, ...]:
         "prefix": "every query sees the first `prefix` keys", "c": "column c is key start_n + c",
         "key <= query + N - M": "a query sees the keys up to its own position, that one too",
     },
+    rows=[
+        Row("prefix-of-queries", "the first `prefix` keys are hidden from the queries from `prefix` on; every query "
+            "sees them", [("(key < prefix)", "((key < prefix) & (query < prefix))")]),
+        Row("one-too-many", "each query sees one key too many, the one behind its own position",
+            [("+ N - M", "+ N - M + 1")]),
+        Row("starts-exchanged", "start_m and start_n are exchanged: row 0 is query start_m, and column 0 key start_n",
+            [("start_m + r", "start_n + r"), ("start_n + c", "start_m + c")]),
+        Row("start-times-block", "start_m is multiplied by BLOCK_M; it is a row's number already", [
+            ("start_m + r", "start_m * 16 + r")]),
+        Row("start-times-block", "start_n is multiplied by BLOCK_N; it is a key's number already", [
+            ("start_n + c", "start_n * 32 + c")]),
+    ],
     then=lambda kernel: compiles(kernel, {
         "seen_ptr": torch.int32, "start_m": 16, "start_n": 16, "M": 50, "N": 60, "prefix": 9, "BLOCK_M": 16,
         "BLOCK_N": 32}),
@@ -308,6 +331,8 @@ def scores_kernel(
               "see the *keys* start to stop - 1", [("start - right - offset", "start + offset - left"),
                                                    ("seq_q, stop + left - offset", f"{size}, stop + offset + right")])
           for size in ("seq_k", "seq_q")),
+        Row("a-length", "the second number is how many queries there are: `end` is wanted, one past the last",
+            [("return begin, end", "return begin, end - begin")]),
     ],
 )  # fmt: skip
 def seen_by(start, stop, seq_q, seq_k, left, right):
@@ -398,8 +423,11 @@ def _shape_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
         "tl.exp": "exp2(z * log2(e)) is exp(z)", "x": "it is cap * tanh(x / cap)",
     },
     rows=[
+        Row("log2e-twice", "log2(e) is multiplied in, and then e is raised to the power: it belongs to exp2",
+            [("2.0 * x / cap", "2.0 * x / cap * 1.4426950408889634")]),
         Row("clipped", "that is x, cut off at the cap; tanh bends it softly: near the cap it is well below x",
             [("cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap)))", "tl.minimum(tl.maximum(x, -cap), cap)")]),
+        Row("x-times-tanh", "that is x * tanh(x / cap): it is cap * tanh(x / cap)", [("= cap *", "= x *")]),
     ],
     tol=6e-5,
 )  # fmt: skip
@@ -582,6 +610,8 @@ def _still(*names: str) -> Row:
             [*_NARROW, (_OFFSETS, "(batch * stride_b + head * stride_h).to(tl.int64) + rows * stride_n")]),
         Row("unsigned", "no offset is negative, but each is right only up to a multiple of 2^32: unsigned, 32 bits "
             "hold one bit more, and 64 are needed", [*_NARROW, (_OFFSETS, f"({_OFFSETS}).to(tl.uint32)")]),
+        Row("rows-of-the-program", "the rows count on from program to program; every program writes down the *first* "
+            "BLOCK rows of its head", [("+ rows * stride_n", "+ (pid * BLOCK + rows) * stride_n")]),
     ],
     tol=0.5,
 )  # fmt: skip

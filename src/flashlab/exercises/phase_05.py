@@ -68,12 +68,19 @@ _EXAMPLE = torch.tensor([[0.5, 0.25, 0.125]]), torch.tensor([[4.0, 0.0, 8.0]])
           _by_one_more_column],
     words={"delta": "delta", "jacobian": "the Jacobian"},
     notes={
-        "dp - delta": "it is p (dp - delta)",
+        "dp - delta": "it is p (dp - delta)", "dim=1": "each row has a delta of its own",
         "(p * dp).sum": "delta is the sum over the keys, weighted by p",
         "p[:, :, None] * p[:, None, :]": "a score also moves the other elements of its row",
         "p_sink": "what is missing in a row's sum to 1 is the sink's p, and its ds is p (0 - delta)",
         "(p_sink * delta).sum": "all rows share one sink: its gradient is the sum over them",
     },
+    rows=[
+        Row("mean-of-dp", "ds and dsink: delta is taken as the plain mean of dp: it is the sum over the keys, weighted "
+            "by p", [("(p * dp).sum(", "dp.mean(")]),
+        Row("p-made-to-sum-to-1", "ds and dsink: p is divided by its row's sum: it is right as given, the sink has "
+            "the rest", [("delta = ", "all_p, p = p, p / p.sum(dim=1, keepdim=True)\n    delta = "),
+                         ("1 - p.sum", "1 - all_p.sum")]),
+    ],
     on_device=True,
 )  # fmt: skip
 def softmax_backward(p, dp):
@@ -96,7 +103,7 @@ _TILES = {f"{M} rows, {N} keys, {D} columns": _tile(random.Random(M), M, N, D) f
     (3, 5, 4), (6, 6, 6), (9, 20, 16))}  # fmt: skip
 _COLUMNS: dict[str, tuple[torch.Tensor, ...]] = {case: (x["o"], x["do"]) for case, x in _TILES.items()}
 _COLUMNS["float16, 256 columns"] = tuple(normal(random.Random(7), 2, 5, 256, dtype=torch.float16))
-_DELTA_NOTES = {"digits": "convert before you multiply, or digits are lost"}
+_DELTA_NOTES = {"mean": "delta is the sum", "digits": "convert before you multiply, or digits are lost"}
 
 
 @part(
@@ -104,7 +111,7 @@ _DELTA_NOTES = {"digits": "convert before you multiply, or digits are lost"}
     returns="delta_over_columns",
     inputs=_COLUMNS,
     draw=lambda r: (lambda x: (x["o"], x["do"]))(_tile(r, r.randint(1, 6), r.randint(2, 6), r.randint(2, 9))),
-    notes=_DELTA_NOTES,
+    notes=_DELTA_NOTES | dict.fromkeys(("o.float", "do.float"), "the products are rounded before they are summed"),
     tol=2e-5,
     on_device=True,
 )
@@ -236,14 +243,27 @@ def _of_tiles(fn: Callable[..., Any]) -> None:
     notes=NOTES | {
         **dict.fromkeys(("kept", "keep"), "O is P · KEPT / keep times V, so dP has both factors"),
         "kept * (do @ v.T) / keep": "O is P · KEPT / keep times V, so dP has both factors",
+        "KEPT[:, start_n : start_n + BLOCK_N]": "each tile has columns of its own",
     },
     rows=[
         Row("dropout-ignored", "dq: the dropout is left out: O is P · KEPT / keep times V, so dP has both factors",
             [("kept * (do @ v.T) / keep", "do @ v.T")]),
         Row("dropout-of-ds", "dq: the dropout multiplies delta's part too: in dS = P (dP - delta), dP alone has it",
             [("kept * (do @ v.T) / keep - delta[:, None]", "kept * (do @ v.T - delta[:, None]) / keep")]),
+        Row("zero-where-dropped", "dq: dS is 0 where P was dropped: dP is 0 there, P is whole, and dS is P (0 - delta)",
+            [("p * (kept", "p * kept * (kept")]),
+        Row("dropout-of-p", "dq: P has the dropout in dS too: the softmax came before, so P is whole; dP alone has it",
+            [("p * (kept", "p * kept / keep * (kept")]),
+        Row("rate-for-keep", "dq: dP is divided by 1 - keep: `keep` is the probability of being kept",
+            [("/ keep", "/ (1 - keep)")]),
+        Row("scale-positive", "dq: the scale of the scores is taken as positive: it may be negative",
+            [("scale * (q @ k.T)", "abs(scale) * (q @ k.T)")]),
         Row("softmax-per-tile", "dq: P is a softmax over the keys of one tile; exp(score - lse) knows the whole row",
             [("torch.exp(scale * (q @ k.T) - lse[:, None])", "torch.softmax(scale * (q @ k.T), 1)")]),
+        Row("maximum-of-the-tile", "dq: P is recomputed with the maximum of the tile's scores in the place of lse",
+            [("lse[:, None]", "(scale * (q @ k.T)).amax(1, keepdim=True)")]),
+        Row("delta-of-the-tile", "dq: delta is summed over the keys of one tile; it is a sum over all keys, and given",
+            [("delta[:, None]", "(p * kept * (do @ v.T) / keep).sum(1, keepdim=True)")]),
         Row("dp-for-ds", "dq: dP stands where dS belongs: it is P · (dP - delta)",
             [("p * (kept * (do @ v.T) / keep - delta[:, None])", "kept * (do @ v.T) / keep")]),
     ],
@@ -389,22 +409,38 @@ _WITH_A_MASK = [
         _END: "the walk ends behind the last query that sees the block's last key",
         "dk": "each block adds to the sum", "dv": "each block adds to the sum", "q": "the scores come from Q and K",
         "do": "the output is P times V", "dtype": "in which dtype are the sums kept?",
+        "delta[rows": "each block has its own rows",
     },
     rows=[
+        Row("ds-for-p", "dv: dS stands where P belongs: dV is P transposed times dO",
+            [("dv = dv + p.to(dO.dtype).float().T @ do", "dv = dv + (p * (do @ v.T - delta[rows, None])).T @ do")]),
         Row("dp-for-ds", "dk: dP stands where dS belongs: it is P · (dP - delta)",
             [("ds = p * (do @ v.T - delta[rows, None])", "ds = do @ v.T")]),
         Row("delta-of-the-first-rows", "dk: delta is that of the first block's rows in every block",
             [("delta[rows, None]", "delta[: len(q), None]")]),
         Row("statistics-of-the-first-rows", "dk and dv: lse and delta are those of the first block's rows in "
             "every block", [("lse[rows]", "lse[: len(q)]"), ("delta[rows, None]", "delta[: len(q), None]")]),
+        Row("window-edge-missing", f"dk and dv: keys that are too old are not hidden: {_SEES}", [(_LOWER, "pass")]),
         Row("window-edge-missing", f"dk and dv: keys that are too old are not hidden, and the walk goes on to the last "
             f"query: {_SEES}", [(_LOWER, "pass"), (_END, "M")]),
         Row("causal-mask-missing", f"dk and dv: later keys are not hidden: {_SEES}",
             [("lse[rows], distance", "lse[rows], None")]),
+        Row("causal-aligned-top-left", f"dk and dv: both edges of the mask are aligned at the first key: {_SEES}",
+            [(_UPPER, "distance = start_m - start_n")]),
         Row("causal-aligned-top-left", f"dk and dv: mask and walk are aligned at the first key: {_SEES}",
             [(_UPPER, "distance = start_m - start_n"), (_BEGIN, "start_n"), (_END, _END.replace(" - (N - M)", ""))]),
+        Row("causal-aligned-top-left", f"dk and dv: the mask's upper edge is aligned at the first key: {_SEES}",
+            [("lse[rows], distance", "lse[rows], start_m - start_n")]),
         *rounded_sums(dk=("dk = dk + ", "dk = dk.to(Q.dtype).float() + "),
                       dv=("dv = dv + ", "dv = dv.to(dO.dtype).float() + ")),
+        Row("block-counted-from-0", "dk and dv: the lower edge counts the block's keys from 0, not from start_n",
+            [("distance - window + 1", "distance + start_n - window + 1")]),
+        Row("begins-late", "dk and dv: the walk begins a block too late: the first queries that see these keys are "
+            "left out", [(_BEGIN, f"-(-{_BEGIN} // BLOCK_M) * BLOCK_M")]),
+        Row("begins-at-its-row", "dk and dv: the walk begins at the query with the number of the block's first key; "
+            f"{_SEES}", [(_BEGIN, "start_n")]),
+        Row("ends-with-the-first-key", "dk and dv: the walk ends behind the last query that sees the block's first "
+            "key; its last key is seen by later ones", [("start_n + len(k) - 1 - (N - M)", "start_n - (N - M)")]),
     ],
     tol=2e-3,
     tries=500,
@@ -752,6 +788,10 @@ def _of_a_loss(r: random.Random, M: int, N: int, D: int) -> tuple[torch.Tensor, 
         "delta[:, None]": "it is dP - delta", "p": "each score of a row weighs p",
         "(o * do).sum": "delta is the sum of o · dO",
     },
+    rows=[
+        Row("dp-times-dlse", "dP is multiplied by dlse; dlse is added to dP - delta",
+            [("do @ v.T - delta[:, None] + dlse[:, None]", "do @ v.T * dlse[:, None] - delta[:, None]")]),
+    ],
     on_device=True,
 )  # fmt: skip
 def scores_gradient(p, v, o, do, dlse):
@@ -803,7 +843,7 @@ _IN_16_BITS = "in float16, 2048 + 1 is 2048: add up in float32"
     also=[_by_loops],
     words={"h": "head", "group": "group"},
     notes={
-        "digits": _IN_16_BITS, "dtype": "dk should have its input's dtype",
+        "float": _IN_16_BITS, "digits": _IN_16_BITS, "dtype": "dk should have its input's dtype",
         "h // group": "query head h reads key head h // group",
     },
     rows=[
@@ -859,8 +899,12 @@ def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[An
         "start_m == start_n": "tiles below the diagonal are seen whole",
     },
     rows=[
+        Row("diagonal-left-out", "the tiles on the diagonal are left out: causal, the walk begins a block too late",
+            [("start_n if causal else 0", "start_n + BLOCK if causal else 0")]),
         Row("causal-off-by-one", "a query does not see its own position", [("torch.tril(p)", "torch.tril(p, -1)")]),
         Row("causal-off-by-one", "a query sees one key behind its own", [("torch.tril(p)", "torch.tril(p, 1)")]),
+        Row("mask-inverted", "on the diagonal what a query sees is hidden, and what it does not see counts: tril keeps "
+            "j <= i", [("torch.tril(p)", "torch.triu(p)")]),
         Row("diagonal-always-masked", "all tiles are visited, those on the diagonal are masked, whatever causal says",
             [("start_n if causal else 0", "0"), ("causal and start_m == start_n", "start_m == start_n")]),
     ],

@@ -584,6 +584,10 @@ def _keys(N: int, BLOCK_M: int) -> int:
             [("sum(N - n_start for", "sum(N // 2 for")]),
         Row("halved", "FA1: half of the visits is only nearly right: the rows from n_start on see the tile",
             [(_VISITS, "N * -(-N // BLOCK_N) * (2 * D + 2) / 2")]),
+        Row("whole-tiles", "FA2: keys are counted in whole tiles: the last one has only the keys that are left",
+            [("sum(min(N, m_start + BLOCK_M)", "sum(-(-min(N, m_start + BLOCK_M) // BLOCK_N) * BLOCK_N")]),
+        Row("whole-tiles-alone", "FA1: the last tile is left out where N is no multiple of BLOCK_N",
+            [("range(0, N, BLOCK_N)", "range(0, N // BLOCK_N * BLOCK_N, BLOCK_N)")]),
     ],
 )  # fmt: skip
 def causal_bytes_read(N, D, BLOCK_M, BLOCK_N):

@@ -92,6 +92,8 @@ def _element(r: random.Random) -> tuple[int, int]:
             "of a column", [("4 * column + row % 8 // 2, row // 8, row % 2",
                              "4 * (row % 8) + column // 2, row // 8, column % 2")]),
         Row("g-and-t-exchanged", _LANE, [("4 * column + row % 8 // 2", "8 * (row % 8 // 2) + column")]),
+        Row("halves-exchanged", "the halves are exchanged: the element with the lower index is in the lower half, 0",
+            [(", row % 2", ", 1 - row % 2")]),
         Row("half-apart", "half: a register holds rows four apart: it holds two neighbours of a column",
             [("row % 8 // 2, row // 8, row % 2", "row % 4, row // 8, row // 4 % 2")]),
     ],
@@ -178,6 +180,11 @@ def _tile_of(rows: Sequence[tuple[int, int]]) -> str:
         "lane // 8 % 2 * 8": "registers 1 and 3 have dimensions 8 to 15",
         "8": "a tile has 8 keys and 8 dimensions",
     },
+    rows=[
+        Row("registers-exchanged", "registers 1 and 2 are exchanged: register 1 should be b1 of the first fragment, "
+            "dimensions 8 to 15, and it is b0 of the second",
+            [("lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8", "lane % 16, lane // 16 * 8")]),
+    ],
 )  # fmt: skip
 def k_address(lane):
     """(key, dimension) at which the row that this lane names begins, for K."""
@@ -197,6 +204,11 @@ def k_address(lane):
         "lane % 16": "lanes 0 to 15 name the keys of dimensions 0 to 7", "16": "lanes 0 to 15 name the 16 keys",
         "lane // 16 * 8": "registers 2 and 3 have dimensions 8 to 15", "8": "a tile has 8 keys and 8 dimensions",
     },
+    rows=[
+        Row("registers-exchanged", "registers 1 and 2 are exchanged: register 1 should be b1 of the first fragment, "
+            "keys 8 to 15, and it is b0 of the second",
+            [("lane % 16, lane // 16 * 8", "lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8")]),
+    ],
 )  # fmt: skip
 def v_address(lane):
     """(key, dimension) at which the row that this lane names begins, for V."""

@@ -99,6 +99,12 @@ def _beside(first: str, here: int, second: bool) -> Iterator[None]:
     rows=[
         Row("counts-groups", "it is the number of groups that are asked for: the group that is asked for most often "
             "decides", [("max(groups.count(g) for g in groups)", "len(set(groups))")]),
+        Row("words-for-chunks", "it tells two groups of banks apart, not eight: a group is 16 bytes wide",
+            [("row * row_bytes // 16 % 8", "row * row_bytes // 4 % 8")]),
+        Row("half-the-banks", "it tells four groups of banks apart, not eight: all 32 banks are 128 bytes",
+            [("row * row_bytes // 16 % 8", "row * row_bytes // 16 % 4")]),
+        Row("two-groups-a-row", "a row is counted in two groups: it asks for 16 bytes, one group",
+            [("max(groups.count(g) for", "max(groups.count(g) + groups.count((g - 1) % 8) for")]),
         Row("whole-lines-alone", "rows may meet without lying whole lines of 128 bytes apart: at 64, every second row "
             "begins at the same bank", instead="8 if row_bytes % 128 == 0 else 1"),
     ],
@@ -176,6 +182,8 @@ _TAKEN = "it is one of the lecture's two: find another"
     rows=[
         Row("of-the-lecture", _TAKEN, instead="chunk ^ row % 8"),
         Row("of-the-lecture", _TAKEN, instead="chunk // 8 * 8 + (chunk + row) % 8"),
+        *(Row("not-a-permutation", "the term `chunk // 8 * 8` is missing: a chunk stays in its group of eight",
+              instead=x) for x in ("(chunk + row) % 8", "(chunk ^ row) % 8")),
     ],
     notes={
         "3 * row % 8": "a number below 8 keeps a chunk inside its group of eight", "chunk // 8 * 8": "a chunk stays in "

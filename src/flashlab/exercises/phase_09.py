@@ -44,7 +44,7 @@ from flashlab.kernels.series import source, step
 
 # ---- 9.1 -------------------------------------------------------------------------------------------------------------
 
-_LAST_QUERY = "(m_start + block_m - 1) // group"
+_LAST_QUERY, _FIRST_SEES = "(m_start + block_m - 1) // group", "m_start // group + 1 + seq_k - seq_q"
 _END, _FULL = "max(0, -(-most // block_n))", "max(0, fewest // block_n)"
 
 
@@ -92,13 +92,29 @@ def _block_of_rows(r: random.Random) -> tuple[int, ...]:
             [("max(0, fewest // block_n)", "max(0, -(-most // block_n))")]),
         Row("ragged-tile-full", "full counts the last tile as whole where seq_k ends within it: seq_k // block_n is "
             "rounded down", [("fewest // block_n)", "fewest // block_n if causal else -(-seq_k // block_n))")]),
+        Row("rows-for-queries", "a row's number is taken for its query's: row r is of query r // group",
+            [("m_start // group", "m_start"), (_LAST_QUERY, "m_start + block_m - 1")]),
+        Row("rows-for-queries", "the diagonal counts rows: there are seq_q queries, and seq_q * group rows",
+            [("seq_k - seq_q", "seq_k - seq_q * group")]),
         Row("head-by-head", "the rows are taken head by head: row r is of query r // group, not r % seq_q",
             [("m_start // group", "m_start % seq_q"), (_LAST_QUERY, "(m_start + block_m - 1) % seq_q")]),
+        Row("block-divided", "end: m_start and block_m are divided by group each for itself: it is the last row that "
+            "is divided, m_start + block_m - 1", [(_LAST_QUERY, "m_start // group + block_m // group - 1")]),
         Row("block-divided", "end: the block's queries are counted as block_m / group, rounded up: a block may begin "
             "within a query's rows, and then it has one more. It is the last row that is divided, m_start + block_m - "
             "1", [(_LAST_QUERY, "m_start // group - (-block_m // group) - 1")]),
+        Row("rounded-up", "full: the first row's keys over block_n are rounded up: a tile of which it sees a part "
+            "needs the mask", [(_FULL, f"max(0, min(seq_k // block_n, -(-({_FIRST_SEES}) // block_n)) if causal else "
+                                "seq_k // block_n)")]),
         Row("full-is-end-less-1", "full is end - 1: the diagonal may cut more tiles than the last one",
             [(_FULL, f"max(0, {_END} - 1) if causal else seq_k // block_n")]),
+        *(Row(slug, said, [(_END, f"max(0, min(-(-seq_k // block_n), ({sees} + seq_k - seq_q) // block_n) if causal "
+                            "else -(-seq_k // block_n))")]) for slug, said, sees in (
+            ("rounded-down", "end: the last row's keys over block_n are rounded down: a tile of which it sees a part "
+             "is walked too", "last + 1"),
+            ("last-tile", "end is the number of the last tile that is seen: it is one more", "last"))),
+        Row("queries-for-rows", "end: the block's rows are cut off at seq_q: there are seq_q * group of them",
+            [(_LAST_QUERY, "(min(m_start + block_m, seq_q) - 1) // group")]),
     ],
 )  # fmt: skip
 def tiles(m_start, block_m, block_n, group, seq_q, seq_k, causal):
@@ -174,6 +190,10 @@ def _kernel(r: random.Random) -> tuple[int, ...]:
             "in two quarters holds a block of the next", [("* 4 // warps", "// -(-warps // 4)")]),
         Row("system-once", "shared memory: the 1024 bytes for the system are taken by each block, not once per SM",
             [("shared_per_sm // (shared_bytes + 1024)", "(shared_per_sm - 1024) // max(1, shared_bytes)")]),
+        Row("warps-of-shared-memory", "shared memory: it is divided by the block's warps as well: they share it",
+            [("(shared_bytes + 1024)", "(shared_bytes + 1024) // warps")]),
+        Row("1000-for-1024", "shared memory: the system takes 1024 bytes of each block, not 1000",
+            [("shared_bytes + 1024", "shared_bytes + 1000")]),
     ],
 )  # fmt: skip
 def blocks_per_sm(registers, shared_bytes, threads, shared_per_sm, warps_per_sm):

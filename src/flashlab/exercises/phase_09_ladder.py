@@ -322,6 +322,10 @@ def _order(answer: Callable[..., Any]) -> tuple[str, str] | None:
     rows=[
         Row("short-first", "the order is turned around: the last rows see the most keys, so their blocks go first",
             [("m_blocks - 1 - place // share", "place // share")]),
+        Row("key-head-by-key-head", "a portion's key heads come one behind the other, each with all of its blocks: the "
+            "long ones of all go first", [("together = kv_together * group", "together = group")]),
+        Row("key-heads-left", "the last portion's heads are counted as key heads: heads - first query heads are left",
+            [("heads - first)", "(heads - first) // group)")]),
     ],
 )  # fmt: skip
 def block_of(number, m_blocks, heads, group, kv_together):
@@ -374,11 +378,17 @@ _BEST = f"min(range(1, most + 1), key=lambda s: {_TIME.format('s')})"
         Row("fill-the-places", "splits: as many shares as fill the places. That a round more costs as much as "
             "the shares save is not looked at",
             [(_BEST, "max(1, min(most, places // blocks))")]),
+        Row("too-few-tried", "splits: no more shares are tried than fill the places once: more rounds of shorter "
+            "shares may take less", [("max(1, tiles // 4)", "max(1, min(tiles // 4, places // blocks))")]),
         Row("real-share", "splits: the longest share is not rounded up: it is a whole number of tiles",
             [("-(-tiles // s)", "tiles / s")]),
         Row("first-rise", "splits: the search ends where one share more is not better: a later one may be, up to tiles "
             "// 4", [(_BEST, f"next((s for s in range(1, most) if {_TIME.format('(s + 1)')} >= {_TIME.format('s')}), "
                         "most)")]),
+        Row("some-left-out", "splits: only shares that divide tiles are looked at: the last one may have fewer",
+            [("range(1, most + 1)", "[s for s in range(1, most + 1) if tiles % s == 0]")]),
+        Row("some-left-out", "splits: only powers of 2 are looked at",
+            [("range(1, most + 1)", "[s for s in range(1, most + 1) if s & (s - 1) == 0]")]),
         Row("largest-of-several", "splits: of several shares with the least time the largest is taken, and not the "
             "smallest", [("* -(-tiles // s))", "* -(-tiles // s) - s / 1e6)")]),
     ],

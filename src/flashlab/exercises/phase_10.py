@@ -92,6 +92,19 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
         "sum(times.values())": "the whole profile's time",
     },
     rows=[
+        Row("total-times", "cpu_time_total is added up: it has in it what an operation called, so some time counts "
+            "twice", [("row.self_cpu_time_total", "row.cpu_time_total")]),
+        Row("total-times", "share: the part's time is divided by a sum of cpu_time_total, which counts some time twice",
+            [("sum(times.values())", "sum(row.cpu_time_total for row in rows)")]),
+        Row("total-times", "cpu_time_total is added up for each part, and divided by the sum of self_cpu_time_total",
+            [("+ row.self_cpu_time_total", "+ row.cpu_time_total"),
+             ("sum(times.values())", "sum(row.self_cpu_time_total for row in rows)")]),
+        Row("longest-for-sum", "a part has the time of its longest operation: it has that of all of them",
+            [("times.get(part, 0.0) + row.self_cpu_time_total", "max(times.get(part, 0.0), row.self_cpu_time_total)")]),
+        Row("times-count", "the times are multiplied by count: a row's time is that of all its calls already",
+            [("+ row.self_cpu_time_total", "+ row.self_cpu_time_total * row.count")]),
+        Row("one-call", "the times are divided by count: the part with the most time in all its calls is wanted",
+            [("+ row.self_cpu_time_total", "+ row.self_cpu_time_total / row.count")]),
         Row("all-calls", "calls: all parts' are counted: those of the slowest one are asked",
             [("calls[slowest]", "sum(calls.values())")]),
         Row("other-left-out", 'operations that `parts` does not have are left out: they are the part "other"',
@@ -103,6 +116,12 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
         Row("names-that-begin-so", "an operation's part is found by a piece of its name: aten::addmm is not aten::add",
             [('parts.get(row.key, "other")',
               'next((name for op, name in parts.items() if row.key.startswith(op)), "other")')]),
+        Row("least", "part: it is the one with the least time: the one with the most is asked",
+            [("max(times, key=times.get)", "min(times, key=times.get)")]),
+        Row("other-not-chosen", 'part: "other" is left out where the slowest is looked for: it is a part like the rest',
+            [("max(times, key=times.get)", 'max((x for x in times if x != "other"), key=times.get)')]),
+        Row("other-not-chosen", 'share: the time of "other" is left out of the whole: it is a part like the rest',
+            [("sum(times.values())", 'sum(x for name, x in times.items() if name != "other")')]),
         Row("one-operation", "share and calls are those of the slowest operation alone: a part has several", [
             ("slowest = max(times, key=times.get)", "row = max(rows, key=lambda row: row.self_cpu_time_total)\n"
              '    slowest = parts.get(row.key, "other")'),
@@ -148,6 +167,8 @@ def bottleneck(rows, parts):
     words={"layer": "layer", "step": "step", "limit": "limit"},
     notes={"of_step": "attention has the share attention · layers of the step", "faster": "attention alone is faster"},
     rows=[
+        Row("limit-finite", "limit is right but where attention is the whole step: no time is left then, math.inf",
+            [("math.inf", "1e9")]),
         Row("factors-averaged", "factors are averaged where times belong: the new time is 1 - a + a / faster, and the "
             "factor is 1 over it", [
             ("1 / (1 - attention + attention / faster)", "1 - attention + attention * faster"),
@@ -283,6 +304,8 @@ _COMPILED = ("compiled", 0.05, 30, (900.0, 200.0, 60.0))
             "first calls still weigh in it", [("warmup + rounds", "warmup + 1000"), ("took[warmup:]", "took")]),
         Row("first-calls", "the usual time is a mean of the first calls, so the cost is 0: it is that of the calls "
             "behind them", [("mean(took[warmup:])", "mean(took[:warmup])")]),
+        Row("first-calls", "the usual time is that of the last `warmup` calls: where rounds are fewer, first calls are "
+            "among them", [("took[warmup:]", "took[-warmup:]")]),
         Row("first-calls", "the usual time leaves out the last `warmup` calls: it is the first ones that it should "
             "leave out", [("took[warmup:]", "took[:-warmup]")]),
         Row("all-later-calls", "what is taken away is the time of all later calls, `rounds` of them: it is `warmup` "
@@ -291,8 +314,12 @@ _COMPILED = ("compiled", 0.05, 30, (900.0, 200.0, 60.0))
         Row("warmed-up-before", "the function is run before it is timed: what its first calls cost is gone then",
             [("        took = []\n", "        took = []\n        for _ in range(warmup):\n            run()\n"
               "        gpu.synchronize()\n")]),
+        Row("not-waited-for", "the clock is read before the call's kernel has ended: wait for it before the second "
+            "reading, so that each call is timed alone", [("            gpu.synchronize()\n", "")]),
         *(Row("one-first-call", "one of the first calls is told alone: each of the first `warmup` may take longer",
               [("sum(took[:warmup]) - warmup * usual", x)]) for x in ("took[0] - usual", "max(took[:warmup]) - usual")),
+        Row("one-usual-call", "one usual call is taken away: from `warmup` calls, `warmup` usual ones are",
+            [("warmup * usual", "usual")]),
         Row("first-calls", "the first calls are in the sum that is divided by `rounds`: the usual time is that of the "
             "calls behind them", [("statistics.mean(took[warmup:])", "sum(took) / rounds")]),
         Row("all-summed", "the later calls are summed too: the cost is that of the first `warmup` ones",
@@ -359,6 +386,10 @@ def first_cost(runs, gpu, warmup=10, rounds=20):
                    ("(gpu.clock() - start) / 50", "gpu.clock() - start - 0.005")]),
         Row("few-calls", "too few calls stand between two waits: the first launch, which nothing hides, weighs in each",
             [("range(50)", "range(10)"), ("start) / 50", "start) / 10")]),
+        Row("not-waited-before", "what was launched before is in the time: wait first, and read the clock then",
+            [("        gpu.synchronize()\n        start = gpu.clock()\n", "        start = gpu.clock()\n")]),
+        Row("not-waited-for", "the clock is read while the GPU still works: wait before the second reading too",
+            [("        gpu.synchronize()\n        samples", "        samples")]),
         Row("started-once", "the clock is started once, so a sample has in it all that came before",
             [("    for _ in range(rounds):\n        gpu.synchronize()\n        start = gpu.clock()\n",
               "    gpu.synchronize()\n    start = gpu.clock()\n    for _ in range(rounds):\n")]),
@@ -698,6 +729,12 @@ _CHIPS = (  # FLOP/s, bytes/s, bytes of shared memory
               [(f"for {x} in sizes", f"for {x} in {sizes}")])
           for which, x in (("BLOCK_M", "M"), ("BLOCK_N", "B"))
           for what, sizes in (("is never 256", "sizes[:-1]"), ("may be 512", "[*sizes, 512]"))),
+        Row("scores-in-shared", "BLOCK_N: a tile of scores counts in the shared memory: it stays in registers",
+            [("* HEAD_DIM * itemsize <=", "* HEAD_DIM * itemsize + BLOCK_M * B * itemsize <=")]),
+        Row("only-divisors", "BLOCK_N: only sizes that divide N are taken: the last tile may be cut",
+            [("sizes if (", "sizes if N % B == 0 and (")]),
+        Row("not-above-N", "BLOCK_N: no size above N is taken: it is asked what fits",
+            [("sizes if (", "sizes if B <= N and (")]),
     ],
 )  # fmt: skip
 def choose_tile(peak_flops, bytes_per_s, shared_bytes, N, HEAD_DIM, itemsize, STAGES):
@@ -800,6 +837,7 @@ _LAYERS = (
     on_device=True,
     tol=2e-5 if runtime.INTERPRETED else 1e-2,
     tries=0,
+    words={"turn_q": "the rotary embedding of q", "turn_k": "the rotary embedding of k"},
     notes={
         "k.shape[1]": "head h reads key head h // group", "math.sqrt(D)": "scores are divided by the square root of D",
         "1": "a query sees its own position, and none after it",

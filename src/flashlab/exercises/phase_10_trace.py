@@ -120,6 +120,7 @@ def _as_chosen(first_out: Callable[..., Any]) -> tuple[str, str] | None:
 
 
 _WAITED = "            if waits:\n                now = free + 20\n"
+_GONE = "                continue\n            waits"
 _ENDS = "max(begin + length for _, _, begin, length in bars) / 1000"
 
 
@@ -165,19 +166,36 @@ _ENDS = "max(begin + length for _, _, begin, length in bars) / 1000"
             (_WAITED, "            now = free + 20 if waits else now + length\n")]),
         Row("way-back-as-a-bar", "the whole bar of an operation that waits comes after its kernel: 20 µs do",
             [("free + 20", "free + length")]),
+        Row("all-at-once", "all four operations are taken out at once: it is one of them",
+            [("name == out", "name in OPTIONAL")]),
+        Row("kernels-alone", "the operation's kernels are taken out, and not its time on the CPU",
+            [(_GONE, f"                now += length\n{_GONE}")]),
+        Row("kernels-stay", "the operation's time on the CPU is taken out, and not its kernels",
+            [(_GONE, f"                free = max(now, free) + kernel\n{_GONE}")]),
         Row("nothing-gained", "without any of the four the step takes as long as with it: kernels are kept where "
             "they were, or nothing is taken out", [("name == out", "False")]),
+        Row("no-queue", "a kernel begins when it is launched: it waits until the one before it is done", [
+            ("free = max(now, free) + kernel", "free = now + kernel if kernel else free")]),
         Row("length-by-name", "kernels of one name are taken to be equally long: each has a bar of its own",
             [("next(rest)[1] if name in launching else 0.0", "dict(kernels).get(name, 0.0)")]),
+        Row("once-taken-out", "the operation is taken out once: the step runs it in every layer", [
+            ("now = free = 0.0", "gone = now = free = 0.0"),
+            ("            if name == out:\n", "            if name == out and not gone:\n                gone = 1\n")]),
         Row("sums-of-bars", "milliseconds is the larger of two sums, of the CPU's bars and of the GPU's: each waits "
             "for the other at times", [
             ("max(now, free) / 1000", "max(sum(x for unit, name, _, x in bars if unit == one and name != out) "
              "for one in ('CPU', 'GPU')) / 1000")]),
+        Row("all-finite-always", "all_finite is taken out of every step: in another step another operation gains more",
+            [("min(took, key=lambda name: took[name])", "'all_finite'")]),
         Row("kernels-added-up", "milliseconds is the sum of the kernels that are left: a step begins and ends on the "
             "CPU, and the GPU may wait for it", instead="'all_finite', sum(length for unit, name, _, length in bars if "
             "unit == 'GPU' and name != 'all_finite') / 1000"),
+        Row("saved", "milliseconds is what is saved: the step's time is asked, without the operation",
+            [("first, took[first]", f"first, {_ENDS} - took[first]")]),
         Row("time-as-it-is", "milliseconds is the time as it is now, with the operation",
             [("first, took[first]", f"first, {_ENDS}")]),
+        Row("rounded", "milliseconds is rounded to one place: half a per cent is asked",
+            [("first, took[first]", "first, round(took[first], 1)")]),
     ],
     symptom=_as_chosen,
 )  # fmt: skip

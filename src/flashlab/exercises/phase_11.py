@@ -131,6 +131,11 @@ _STANDS = (
             "come that were announced", [("missing == 0 and bytes_under_way == 0", "missing == 0")]),
         Row("one-copy-for-all", "a copy takes off all the bytes that are announced: it takes off its own, and others "
             "are still under way", [("bytes_under_way -= n", "bytes_under_way = 0")]),
+        Row("not-ended-by-bytes", "a phase ends only when somebody arrives: where the arrivals are there already, the "
+            "last bytes end it", [("if missing == 0 and", 'if operation != "copy" and missing == 0 and')]),
+        Row("ended-by-a-copy", "a copy that brings the last bytes ends the phase, though arrivals are missing: it "
+            "waits for both", [("if missing == 0 and bytes_under_way == 0",
+                      'if bytes_under_way == 0 and (missing == 0 or operation == "copy")')]),
         Row("bytes-again", "each phase waits for as many bytes as were announced before: arrivals come back by "
             "themselves, announced bytes do not",
             [("arrivals, 0, []", "arrivals, 0, []\n    announced = 0"), ("+= n", "+= n\n            announced += n"),
@@ -203,6 +208,14 @@ def _some_tile(r: random.Random) -> tuple[tuple[int, ...], int, int, int]:
             "Here those arrivals are phase 0, so use n waits for phase n", [(_BOTH, "use % 2, (use - 1) % 2")]),
         Row("begins-again", "each part begins at stage 0 with use 0, in a ring at whose `empty` nobody arrives before "
             "the loop: it runs on", [(_COUNTED, "i"), (_BOTH, "use % 2, (use - 1) % 2")]),
+        Row("equal-parts", "the parts before count as long as this one: each has tiles of its own",
+            [(_COUNTED, "part * tiles[part] + i")]),
+        Row("equal-parts", "all parts count as long as the first: each has tiles of its own",
+            [(_COUNTED, "part * tiles[0] + i")]),
+        Row("iteration-before", "producer's parity: it is that of the tile before: the stage was used `stages` tiles "
+            "before", [(_BOTH, "use % 2, (nth - 1) // stages % 2")]),
+        Row("first-round-free", "producer's parity: it is 1 in the first round, as where nobody has arrived before the "
+            "loop", [(_BOTH, "use % 2, (use % 2 if use else 1)")]),
     ],
 )  # fmt: skip
 def waits(tiles, part, i, stages):
@@ -240,6 +253,7 @@ _ROWS, _WIDE = "-(-min(tile_rows, rows_left) // box_rows) * box_rows", "-(-head_
             "there, and counts all of it", [(_ROWS, "min(tile_rows, rows_left)"), (_WIDE, "head_dim")]),
         Row("one-box", "one box counts, of head_dim columns: a tile has several, and each has 64 columns",
             [(_ROWS, "box_rows"), (_WIDE, "head_dim")]),
+        Row("bits", "these are bits: expect_tx takes bytes", [("* 64 * 2", "* 64 * 16")]),
     ],
 )  # fmt: skip
 def tile_bytes(tile_rows, box_rows, head_dim, rows_left):
@@ -475,6 +489,8 @@ def consumer_registers(consumers, producer):
             "row for each", [("head_dim // 2", "head_dim"), ("left * 4 // 3", "left * 2 // 3")]),
         Row("power-of-two", "block_n is a power of two here: any multiple of 16 will do",
             [("left * 4 // 3 // 16 * 16", "2 ** ((left * 4 // 3).bit_length() - 1)")]),
+        Row("exact-fit", "what fits exactly is left out: all the registers may be used",
+            [("left * 4 // 3", "(left - 1) * 4 // 3")]),
     ],
 )  # fmt: skip
 def widest_tile(head_dim, registers, others):
@@ -591,11 +607,16 @@ def _pipeline_in_words(of: Sequence[int], _: None) -> str:
             "producers take turns, each phase of `full` has the arrival of one of them", [(_WHO, "set(arrived[bar])")]),
         Row("unfinished", "you take the latest arrivals, of a phase too that is not complete: the wait was for the one "
             "before", [(_WHO, "set(arrived[bar][-arrivals[bar] :]) if phase >= 0 else set()")]),
+        Row("phase-0-alone", "every wait is for phase 0 here: a barrier's second wait is for the phase after it",
+            [(_TURNS, "phase = min(len(arrived[bar]) // arrivals[bar], 1) - 1")]),
+        Row("itself", "you name the warp that waits too: it was for others", [(_WHO, f"{{warp}} | ({_WHO})")]),
         Row("between", "you name who arrived between the beginning of the wait and its end. Who arrived before the "
             "wait began belongs to the phase as well",
             [("found = []", "found, began = [], {}"),
              (_ADDED, _ADDED + "\n        if did == 'mbarrier-wait':\n            began[warp] = len(arrived[bar])"),
              (_WHO, "set(arrived[bar][began[warp] :])")]),
+        Row("at-its-beginning", "you look at the barrier when the wait begins. Its phase may end only while it waits: "
+            "look when it has passed", [('did == "mbarrier-passed"', 'did == "mbarrier-wait"')]),
         Row("used-up", "you take a phase's arrivals away when the first warp has passed. All consumers wait for the "
             "same phase, and the second one finds nobody there",
             [(_TURNS, "phase = 0 if len(arrived[bar]) >= arrivals[bar] else -1"),

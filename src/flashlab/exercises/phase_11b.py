@@ -29,6 +29,8 @@ from flashlab.exercises.rule import rule
         "column // 8": "every 8 columns a thread has four more registers",
     },
     rows=[
+        Row("warps-of-one-group", "the warps are counted over all warpgroups: row 64 is in warp 4",
+            [("row // 16", "row // 16 % 4")]),
         Row("lanes-by-columns", "lanes go on from row to row: four lanes hold a row's 8 columns, the next four the "
             "next row", [("row % 8 * 4 + column % 8 // 2", "row % 8 + column % 8 // 2 * 8")]),
     ],
@@ -66,6 +68,8 @@ def _box(r: random.Random) -> tuple[int, int, int, int]:
     draw=_box,
     notes={"done": "places go on being used in turn over all blocks of queries", "1": "the first wait has to pass"},
     rows=[
+        Row("last-box-is-k", "the last box is V of the last tile",
+            [("b > 0 and (b % 2 == 0 or b == 2 * tiles - 1)", "b > 0 and b % 2 == 0")]),
         Row("k-and-v-in-turn", "that is the order K, V, K, V: K of a tile comes before V of the tile before it",
             [("b > 0 and (b % 2 == 0 or b == 2 * tiles - 1)", "b % 2 == 1"),
              ("(b - 1) // 2 if is_v else (b + 1) // 2", "b // 2")]),

@@ -338,6 +338,7 @@ _LAST = "min(M, min(N, (block + 1) * BLOCK_N) - 1 - (N - M) + window)"
     notes={
         "N - M": "the last query sees the last key", "window": "query i sees `window` keys, up to i + N - M",
         "block - max(0, oldest) // BLOCK_N": "a turn counts from the first block that adds to the tile",
+        "reversed(": "downwards each block is one tile behind the one before it, and none stands still",
     },
     rows=[
         Row("waits-for-ever", "the turn is the block's number, and under a window the first blocks do not add to "
@@ -346,6 +347,8 @@ _LAST = "min(M, min(N, (block + 1) * BLOCK_N) - 1 - (N - M) + window)"
             "the block's last key", [(_LAST, "M")]),
         Row("wrong-tiles", "the walk ends behind the last query that sees the block's first key: later "
             "ones see its last key", [("min(N, (block + 1) * BLOCK_N) - 1", "block * BLOCK_N")]),
+        Row("wrong-tiles", "the walk begins at query 0: the first ones see none of these keys",
+            [("block * BLOCK_N - (N - M)", "-(N - M)")]),
         *(Row("wrong-tiles", f"query i is taken to see {which}", instead=_seen_by(*keys)) for which, *keys in (
             ("the keys up to i: up to i + N - M", "", "- window + 1"),
             ("the keys up to i + M - N: up to i + N - M", "+ M - N", "+ M - N - window + 1"),

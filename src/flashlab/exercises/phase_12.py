@@ -67,8 +67,12 @@ def _model(r: random.Random) -> tuple[int, ...]:
         "2": "4 operations per row, key and column, and 2 numbers, one of K and one of V",
     },
     rows=[
+        Row("queries-counted-twice", "ridge_queries: the intensity of `queries` queries is taken: it is asked how many "
+            "there have to be", [("/ of_one", "/ (of_one * queries)")]),
         Row("ridge-itself", "ridge_queries: this is the ridge, in operations per byte: asked is how many queries "
             "reach it", [("math.ceil(tflops * 1000 / gb_s / of_one)", "tflops * 1000 / gb_s")]),
+        Row("upside-down", "ridge_queries: the ridge is upside down: it is operations per second over bytes per second",
+            [("tflops * 1000 / gb_s", "gb_s / (tflops * 1000)")]),
     ],
 )  # fmt: skip
 def wall_of(heads, kv_heads, queries, itemsize, tflops, gb_s):
@@ -185,10 +189,10 @@ def _by_weights(os, lses):
         "too, and 0 * NaN is NaN",
         "": "a weight overflowed: into an exponential go differences of lse that are never above 0",
     },
-    words={"share": "the part's share"},
+    words={"share": "the part's share", "there": "whether the part has keys"},
     notes={
-        "share": "each part counts with its share of the sum, exp(lse_part - lse)",
-        "0.0": "of an empty part nothing is taken",
+        "share": "each part counts with its share of the sum, exp(lse_part - lse)", "lses - ": "a share is of the sum",
+        "sum": "the parts are added, weighted", "0.0": "of an empty part nothing is taken",
     },
     rows=[
         Row("averaged", "o is the plain mean of the parts that have keys: each is as heavy as exp(lse)",
@@ -196,6 +200,8 @@ def _by_weights(os, lses):
               "share = (lses > -math.inf).double()\n    share = share / share.sum(0).clamp(min=1)")]),
         Row("weighted-by-lse", "o: the parts are weighted by lse; each is as heavy as exp(lse)",
             [("torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0))", "lses / lses.sum(0)")]),
+        Row("empty-lse-zero", "lse of a row without a key is 0: no key is a sum of 0, and its logarithm is -inf",
+            [("return (share", "lse = lse.masked_fill(lse == -math.inf, 0.0)\n    return (share")]),
     ],
 )  # fmt: skip
 def merge_parts(os: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -573,6 +579,7 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
     words={"table": "the pages", "length": "the length", "users": "the references of each page"},
     notes={
         "page_size": "a page is full after page_size tokens", "users": "a page is in use while a sequence refers to it",
+        "> 1": "a page of one's own is written to", "list": "a fork goes its own way from here on",
     },
     rows=[
         Row("copied-at-once", "a fork takes pages at once: it shares all of them, and a page is copied when somebody "
@@ -580,6 +587,8 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
                               ("users.update(table[s])", "users.update(table[-1])")]),
         Row("fork-without-references", "a fork adds no reference to its pages, and they are in use while anybody "
             "refers to them", [("users.update(table[s])", "pass")]),
+        Row("fork-without-tokens", "a fork begins without tokens: it has all tokens of its sequence, and its length",
+            [("length.append(length[s])", "length.append(0)")]),
         *(Row("counted-otherwise", f"in_use: {said}", [(_IN_USE, how)]) for said, how in (
             ("a page is counted once for each sequence: one that several refer to is one page", "sum(users.values())"),
             ("pages that nobody refers to any more are counted too", "len(users)"))),

@@ -45,6 +45,10 @@ def _row(r: random.Random) -> tuple[int, ...]:
     rows=[
         Row("neighbours", "zigzag: the second piece is number world + rank, which is as late for all: it is "
             "2 * world - 1 - rank", [("2 * world - 1 - rank", "world + rank")]),
+        Row("one-piece-early", "zigzag: the late rows lie one piece too early: its number is 2 * world - 1 - rank",
+            [("2 * world - 1 - rank", "2 * world - 2 - rank")]),
+        Row("mirrored", "zigzag: the late piece is turned round: its tokens have the order that they had",
+            [("row % half, row", "(row % half if row < half else n - 1 - row), row")]),
         Row("not-striped", "striped: these are whole shards, one behind the other: it is token by token, in turns",
             [("row * world + rank", "rank * n + row")]),
         Row("even-and-odd", "zigzag: even rows are taken for the early piece, odd ones for the late: it is the first "
@@ -124,10 +128,16 @@ _R = random.Random(13)
     rows=[
         Row("averaged", "o is the plain mean of the parts: each is as heavy as exp(lse)",
             instead="(os.mean(0), torch.logsumexp(lses, 0))"),
+        Row("weighted-by-lse", "o: state and part are weighted by lse; each is as heavy as exp(lse)",
+            [("torch.sigmoid(lse_part - lse)", "(lse_part / (lse + lse_part))")]),
         Row("half-and-half", "o is the mean of state and part, whatever their lse: the heavier counts for more",
             [("torch.sigmoid(lse_part - lse)", "torch.sigmoid(0 * lse)")]),
+        Row("lse-first", "lse has the part in it already when the share is taken: o first, then lse", [
+            ("        share", "        lse = torch.logaddexp(lse, lse_part)\n        share"),
+            ("* (o_part - o)\n        lse = torch.logaddexp(lse, lse_part)", "* (o_part - o)")]),
         Row("weight-for-share", "the share is exp(lse_part - lse): that is the part's weight over the state's, not "
             "over the sum of both", [("torch.sigmoid", "torch.exp")]),
+        Row("last-left-out", "the last part is left out", [("zip(os[1:], lses[1:]", "zip(os[1:-1], lses[1:-1]")]),
         Row("weighted-by-the-last", "lse does not move along: the next part is weighed against all parts before it",
             [("lse = torch.logaddexp(lse, lse_part)", "lse = lse_part")]),
     ],
@@ -220,11 +230,12 @@ def _link(r: random.Random) -> tuple[int, ...]:
         (700, 450, 56, 8, 2, 5),
     ],
     draw=_link,
-    words={"piece": "the tokens of a piece"},
+    words={"bytes_per_flop": "bytes for each operation", "piece": "the tokens of a piece"},
     notes={
         "1000": "10^12 operations per second over 10^9 bytes per second", "itemsize": "each number has itemsize bytes",
         "2 * gb_s": "a shard is two pieces, and a step of zigzag computes half of the pairs of a shard",
-        "kv_heads": "K and V of the key heads are sent", "heads": "every query head computes",
+        "2 * world": "the sequence has 2 * world pieces", "kv_heads": "K and V of the key heads are sent",
+        "heads": "every query head computes",
     },
     rows=[
         Row("without-a-mask", "half of it: as without a mask, where a step computes n * n pairs; or K or V alone is "
@@ -328,6 +339,7 @@ def _shares_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
     notes={
         "dk": _SHARES, "dv": _SHARES, "lse": "P is exp(score - lse), with lse of the whole row",
         "delta": "dS is P * (dO V^T - delta)", "q": "dK is dS^T Q", "do": "dV is P^T dO",
+        "roll": "K, V, dK and dV all go on to the next rank",
     },
     rows=[
         *(Row("stays", f"{' and '.join(those)} {'stay' if those[1:] else 'stays'}: k, v, dk and dv of a key belong "
@@ -413,7 +425,12 @@ def _token_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
         for world, each, n in ((1, 2, 3), (2, 1, 3), (2, 2, 2), (4, 1, 2), (3, 2, 4))
     },
     draw=lambda r: _heads(r, r.randint(1, 4), r.randint(1, 3), r.randint(1, 4)),
-    notes={"2": "the tokens of all ranks join"},
+    notes={
+        "(world, -1)": "rank i gets heads i * heads / W and following, in a row",
+        "permute": "the axes are [to, heads per rank, from, n, D] afterwards", "2": "the tokens of all ranks join",
+    },
+    rows=[
+    ],
 )  # fmt: skip
 def to_heads(x: torch.Tensor) -> torch.Tensor:
     """Ulysses' first exchange: x [W, heads, n, D], index 0 the rank that has it, to [W, heads / W, W n, D].
@@ -451,6 +468,10 @@ def to_heads(x: torch.Tensor) -> torch.Tensor:
             ("dS K", "P and dO V^T belong to them too", (("q", "k.mT"), ("do", "v.mT"))),
         )
     ] + [
+        Row("one-step", "only the first step is there", [("range(world)", "range(1)")]),
+        Row("dq-moves", "dq goes on too: it stays with its queries",
+            [("to the next rank", "\n        dq = dq.roll(1, 0)")]),
+        Row("q-moves", "q goes on too: queries stay", [("to the next rank", "\n        q = q.roll(1, 0)")]),
         Row("softmax-of-a-block", "P is a softmax over the keys of a step: it is exp(score - lse), with lse of the "
             "whole row", [("torch.exp(q @ there_k.mT - lse[..., None])", "torch.softmax(q @ there_k.mT, -1)")]),
     ],
@@ -459,7 +480,8 @@ def to_heads(x: torch.Tensor) -> torch.Tensor:
     draw=lambda r: _saved(r, r.randint(1, 4), r.randint(1, 5)),
     notes={
         "k": "the keys that are there in this step", "v": "the values that are there in this step",
-        "lse": "P is exp(score - lse)", "delta": "dS is P * (dO V^T - delta)",
+        "roll": "K and V go on to the next rank", "lse": "P is exp(score - lse)",
+        "delta": "dS is P * (dO V^T - delta)",
     },
 )  # fmt: skip
 def hunted_dq(q, k, v, do, lse, delta):
@@ -564,6 +586,8 @@ def _window(r: random.Random) -> tuple[int, ...]:
     rows=[
         Row("all-pairs", "pairs are those of whole blocks: mask and window hide some",
             [("return fetched, pairs", "return fetched, (fetched + 1) * n * n")]),
+        Row("round-the-ring", "fetched is limited by world - 1: no more than `rank` ranks stand before this one",
+            [("min(rank,", "min(world - 1,")]),
     ],
 )  # fmt: skip
 def with_window(rank, world, n, window):
