@@ -531,9 +531,9 @@ print(verify(final.forward, causal=True, gqa=True, empty=True, max_seq=300).verd
 # %% [markdown]
 # ### Besides its tiles
 #
-# A part of $N = 512$ has four tiles, and what it does besides takes a third of its time. Which of it? An average over the kernel cannot say. But every
-# multiprocessor has a clock. `clocked` puts stamps into a kernel's text: a consumer's first thread writes down `clock64()` and where it is. Below, what the first
-# consumer passes in a part, in cycles (medians, no mask), in step 16 and in the last step. A stamp costs some 40 of them.
+# A part of $N = 512$ has four tiles. In step 16 a quarter to a third of its time goes elsewhere, as the times of two lengths tell (2.3 µs). Where? An average over the
+# kernel cannot say. But every multiprocessor has a clock. `clocked` puts stamps into a kernel's text: a consumer's first thread writes down `clock64()` and where it
+# is. Below, what the first consumer passes in a part, in cycles (medians, no mask), in step 16 and in the last step. A stamp costs some 40 of them.
 
 # %%
 STAMPED = {}
@@ -545,8 +545,8 @@ for run in RUNS:
     show.table(cells, ["cycles, N = 512", *(f"D = {d}, {name}" for d, name in STAMPED)], align="lrrrr")
 
 # %% [markdown]
-# From a tile to its end are all tiles alike, the masked first one too. Look behind the last one: step 16 needs 1000 cycles between O and its store, more than for
-# the two products of a tile. Two divisions and two logarithms stand there, in one chain, each with a branch for rare numbers; and `lse` is stored. The
+# From a tile to its end are all tiles alike, the masked first one too. Look behind the last one: step 16 needs 1000 cycles between O and its store, as much as
+# for a product or two of a tile. Two divisions and two logarithms stand there, in one chain, each with a branch for rare numbers; and `lse` is stored. The
 # store of O then waits for it: in machine code a proxy fence is `MEMBAR.ALL.CTA` and `FENCE.VIEW.ASYNC`, and the first waits for stores to memory too.
 
 # %%
