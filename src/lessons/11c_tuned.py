@@ -124,7 +124,6 @@ show.diff(step("p11_12_polynomial"), step("p11_13_parts"), "producer", "main loo
 # What would happen without those waits? Take them out of `pass_by`, one at a time, and ask the watched build. One block, so that it
 # takes several parts:
 
-
 # %%
 def without(wait):
     """What the watched build says of step 13 with this wait taken out of `pass_by`."""
@@ -134,7 +133,6 @@ def without(wait):
     checked = load_inline(f"{before}auto pass_by{body}}};{after}", check=True)
     checked.forward(*torch.randn(3, 1, 1, 640, 64).half(), causal=True, sms=1, echo=False)
     return [f.message for f in checked.report.findings]
-
 
 WITHOUT = {wait: without(wait) for wait in ("mbarrier_wait(full_v", "mbarrier_wait(full_k")}
 for wait, found in WITHOUT.items():
@@ -164,28 +162,21 @@ assert WITHOUT["mbarrier_wait(full_v"] and not WITHOUT["mbarrier_wait(full_k"]
 # bits higher than those met first.
 
 # %%
-KINDS = {
-    "always rescaled": ("p11_10_epilogue", {}),
-    "a lag of 8": ("p11_flash", {"TRUST": 0}),
-    "trust": ("p11_flash", {"TRUST": 1}),
-}
-
+KINDS = {"always rescaled": ("p11_10_epilogue", {}), "a lag of 8": ("p11_flash", {"TRUST": 0}),
+         "trust": ("p11_flash", {"TRUST": 1})}
 
 def o_of(who, q, k, v):
     name, defines = KINDS[who]
     kernel = load_inline(step(name), backend="emulator", dtype=torch.bfloat16, defines=defines)
     return kernel.forward(q.bfloat16(), k.bfloat16(), v.bfloat16(), echo=False)[0]
 
-
 q, k = torch.zeros(1, 3, 64, 64), torch.zeros(1, 3, 256, 64)
 q[..., 0] = 8
 k[0, :, :128, 0] = torch.tensor([[0.0], [7.9], [8.9]]) * math.log(2)  # met last: a block begins at its last
 v = (2.0 ** torch.arange(64, 128)).expand(1, 3, 256, 64)
 END = {who: [63 + int(n) for n in (o_of(who, q, k, v)[0, :, 0] == v[0, :, 0]).sum(1)] for who in KINDS}
-show.table(
-    [[who, *(f"2^{n}" for n in ends)] for who, ends in END.items()],
-    ["the largest V that is right", "no lag", "7.9 bits", "8.9 bits"],
-)
+show.table([[who, *(f"2^{n}" for n in ends)] for who, ends in END.items()],
+           ["the largest V that is right", "no lag", "7.9 bits", "8.9 bits"])
 assert END == {"always rescaled": [119, 120, 120], "a lag of 8": [119, 113, 120], "trust": [119, 113, 112]}
 
 # %% [markdown]
@@ -203,10 +194,8 @@ v = torch.randn(1, 1, 256, 64, generator=torch.Generator().manual_seed(0))
 exact = [x.bfloat16().double() for x in (q, k, v)]
 want = torch.softmax(exact[0] @ exact[1].mT / 8, -1) @ exact[2]
 WRONG = {who: (o_of(who, q, k, v) - want).abs()[0, 0].unflatten(0, (4, 16)).amax((1, 2)) for who in KINDS}
-show.table(
-    [[who, *(f"{x:.4f}" for x in wrong.tolist())] for who, wrong in WRONG.items()],
-    ["largest error of O", "5 to 7 bits", "7 to 9", "9 to 11", "11 to 13"],
-)
+show.table([[who, *(f"{x:.4f}" for x in wrong.tolist())] for who, wrong in WRONG.items()],
+           ["largest error of O", "5 to 7 bits", "7 to 9", "9 to 11", "11 to 13"])
 always, lag, trust = (wrong.max() for wrong in WRONG.values())
 assert all(1.5 * always < x <= 2.1 * always for x in (lag, trust))
 assert (WRONG["a lag of 8"][2:] == WRONG["always rescaled"][2:]).all()
@@ -223,7 +212,8 @@ g = torch.Generator().manual_seed(0)
 q, k, v = (torch.randn(1, 1, n, 64, generator=g) for n in (64, 1024, 1024))
 wild = q.clone()
 wild[0, 0, 5] *= 50
-OTHER = {who: (o_of(who, q, k, v) != o_of(who, wild, k, v))[0, 0].any(1).nonzero().flatten().tolist() for who in KINDS}
+OTHER = {who: (o_of(who, q, k, v) != o_of(who, wild, k, v))[0, 0].any(1).nonzero().flatten().tolist()
+         for who in KINDS}
 for who, rows in OTHER.items():
     print(f"{who}: other bits in the rows {rows}")
 assert OTHER["always rescaled"] == [5]
@@ -249,20 +239,15 @@ for run in RUNS:
     found = hopper_results.input_table(run)
     show.table(found.rows, found.columns, align=found.align)
 
-
 def over(rows, peer):
     """How many times as fast the kernel is as a peer."""
     return rows[peer]["ms"] / rows["p11"]["ms"]
 
-
 for kind in dict.fromkeys(at[0] for at in OTHERS):
     some = [rows for at, rows in OTHERS.items() if at[0] == kind]
     peers = "cuDNN", "FlashAttention-4", "p11_flash TRUST=0", "p11_15_portions"
-    said = [
-        f"{min(r):.2f} to {max(r):.2f} times {who}"
-        for who in peers
-        if (r := [over(rows, who) for rows in some if who in rows])
-    ]
+    said = [f"{min(r):.2f} to {max(r):.2f} times {who}" for who in peers
+            if (r := [over(rows, who) for rows in some if who in rows])]
     print(f"{kind}: {', '.join(said)}")
 for (kind, *_), rows in OTHERS.items():
     forgets = rows["p11_15_portions"]["ms"] / rows["cuDNN"]["ms"]  # of cuDNN's time
@@ -280,12 +265,10 @@ assert all(LOOKS[at] / LOOKS[("random", *at[1:])] < 1.075 for at in LOOKS if at[
 # (`tools/capture_scores.py`), and phase 10's, with heads of 128 columns, trained for 400 steps (`flashlab.bench.hopper_inputs`). The rule of doubt was
 # applied to each layer's Q and K in PyTorch; tests compare that count with the emulator's.
 
-
 # %%
 def wrong(rows, ours="p11"):
     """How many times the best peer's largest error of O ours is."""
     return rows[ours]["error"] / min(row["error"] for who, row in rows.items() if not who.startswith("p11"))
-
 
 for run in RUNS:
     layers = hopper_results.input_rows(run, "captured")
@@ -293,20 +276,15 @@ for run in RUNS:
         some = {at[0].rpartition(" ")[2]: rows for at, rows in layers.items() if at[0].startswith(model)}
         shares = {layer: hopper_results.doubted(rows["p11"]) for layer, rows in some.items()}
         most = sorted(shares, key=lambda layer: -shares[layer])[:3]
-        print(
-            f"{model}: doubted in",
-            ", ".join(f"layer {n} {shares[n]:.2%}" for n in most),
-            f"of those trusted; below 0.1 % in {sum(x < 0.001 for x in shares.values())} of {len(shares)}",
-        )
+        print(f"{model}: doubted in", ", ".join(f"layer {n} {shares[n]:.2%}" for n in most),
+              f"of those trusted; below 0.1 % in {sum(x < 0.001 for x in shares.values())} of {len(shares)}")
         assert max(shares.values()) < 0.1
         for layer, rows in some.items():
             if best := hopper_results.best_of(rows):
                 low, high = hopper_results.spread(rows["p11"], rows[best])
                 said = [f"{over(rows, n):.2f} times {n}" for n in ("p11_flash TRUST=0", "p11_15_portions")]
-                print(
-                    f"  layer {layer}: {over(rows, best):.2f} ({low:.2f} to {high:.2f}) times {best}, "
-                    f"{', '.join(said)}; error {wrong(rows):.2f} times the best peer's"
-                )
+                print(f"  layer {layer}: {over(rows, best):.2f} ({low:.2f} to {high:.2f}) times {best}, "
+                      f"{', '.join(said)}; error {wrong(rows):.2f} times the best peer's")
                 assert 0.965 < over(rows, "p11_15_portions") < 1.04 and wrong(rows) < 1.7
 
 # %% [markdown]
@@ -321,10 +299,8 @@ for run in RUNS:
 ROUNDED = {at: rows for at, rows in OTHERS.items() if "p11_side_rounded" in rows}
 for at, rows in ROUNDED.items():
     if at[0] == "three times as wide":
-        print(
-            f"{at}: error {wrong(rows):.2f} times the best peer's,",
-            f"{wrong(rows, 'p11_side_rounded'):.2f} with rounded sums",
-        )
+        print(f"{at}: error {wrong(rows):.2f} times the best peer's,",
+              f"{wrong(rows, 'p11_side_rounded'):.2f} with rounded sums")
 costs = sorted(rows["p11"]["ms"] / rows["p11_side_rounded"]["ms"] for rows in ROUNDED.values())
 print(f"over all scores: {costs[0]:.2f} to {costs[-1]:.2f} times as fast")
 assert costs[-1] < 0.96
@@ -397,7 +373,6 @@ show.diff(step("p11_15_portions"), step("p11_16_learns"), "constants", "lower", 
 #
 # Counted for 64 rows, which trust 31 tiles: in how many is a doubt, and how many are computed again?
 
-
 # %%
 def counted(name, rise, dtype=torch.bfloat16):
     """(doubts, tiles computed again): each of 32 tiles' last key is so much above that of the one before."""
@@ -411,19 +386,16 @@ def counted(name, rise, dtype=torch.bfloat16):
     # a maximum is 4 shuffles by each of four warps, a tile 64 mma.sync
     return found["shuffles"] // 4 // 4, found.get("mma", 0) // 64 // 4
 
-
 def doubts_and_again(name, rise, dtype=torch.bfloat16):
     (some, again), (others, _) = counted(name, rise, dtype), counted(name, 0, dtype)
     return some - others, again
 
-
 BF16, FP16 = torch.bfloat16, torch.float16
 WAYS = ("p11_15_portions", BF16), ("p11_16_learns", BF16), ("p11_16_learns", FP16)
 AGAIN = {rise: [doubts_and_again(name, rise, dtype) for name, dtype in WAYS] for rise in (12, 60, 100)}
-show.table(
-    [[f"{rise}, {rise / math.log(2):.0f} bits", *(f"{n}, {m}" for n, m in found)] for rise, found in AGAIN.items()],
-    ["each tile rises by", *(f"{name}, {str(dtype)[6:]}" for name, dtype in WAYS)],
-)
+show.table([[f"{rise}, {rise / math.log(2):.0f} bits", *(f"{n}, {m}" for n, m in found)]
+            for rise, found in AGAIN.items()],
+           ["each tile rises by", *(f"{name}, {str(dtype)[6:]}" for name, dtype in WAYS)])
 assert AGAIN == {12: [(31, 31), (7, 0), (31, 0)], 60: [(31, 31), (31, 1), (31, 0)], 100: [(31, 31)] * 3}
 
 # %% [markdown]
@@ -499,13 +471,11 @@ show.region(path("store_output.cuh"), "store output")
 # %%
 emulated = load_inline(step("p11_flash"), backend="emulator")
 
-
 def launched(heads, rows, head_dim):
     emulated.forward(*torch.randn(3, 1, heads, rows, head_dim).half(), sms=132, echo=False)
     block = emulated.report.launches[0]
     consumers, kb = block.block[0] // 128 - 1, block.shared_bytes / 1024
     return [f"D = {head_dim}, {heads} heads of {rows} rows", block.grid[0], consumers, f"{kb:.1f} KB"]
-
 
 LAUNCHED = [launched(40, 128, 128), launched(70, 128, 128), launched(70, 192, 64), launched(70, 128, 256)]
 show.table(LAUNCHED, ["", "blocks", "consumers each", "shared memory"])
@@ -553,10 +523,8 @@ for run in RUNS:
 for d in (64, 128):
     before, after, span = STAMPED[d, "p11_16_learns"], STAMPED[d, "p11_flash"], "O is there > O's store"
     assert before[span] > 900 and after[span] < 250 and after["a part"] < before["a part"]
-    print(
-        f"D = {d}: {before[span]:.0f} cycles, then {after[span]:.0f}; a part {before['a part']:.0f}, "
-        f"then {after['a part']:.0f}"
-    )
+    print(f"D = {d}: {before[span]:.0f} cycles, then {after[span]:.0f}; a part {before['a part']:.0f}, "
+          f"then {after['a part']:.0f}")
 
 # %% [markdown]
 # `last_sums` has neither branch nor division, and `store_lse` comes behind O, with the chip's own logarithm. And masks got cheaper. Without a mask the first tile
@@ -586,11 +554,9 @@ for found in map(hopper_results.ladder_table, RUNS):
 # %%
 for run in RUNS:
     gains = hopper_results.gains(run)
-    for text, wanted in (
-        ("gain more than 5 % somewhere", lambda g: max(g) > 1.05),
-        ("lose more than 2 % somewhere", lambda g: min(g) < 0.98),
-        ("stay within 1.5 % everywhere", lambda g: max(abs(x - 1) for x in g) < 0.015),
-    ):
+    for text, wanted in (("gain more than 5 % somewhere", lambda g: max(g) > 1.05),
+                         ("lose more than 2 % somewhere", lambda g: min(g) < 0.98),
+                         ("stay within 1.5 % everywhere", lambda g: max(abs(x - 1) for x in g) < 0.015)):
         print(f"{text}: {', '.join(name for name, g in gains.items() if wanted(g))}")
 
 # %% [markdown]
@@ -623,7 +589,6 @@ for run in RUNS:
     found = hopper_results.variant_table(run)
     show.table(found.rows, found.columns, align=found.align)
 
-
 # %%
 def changed(run):
     """How many times as fast the kernel is with one macro changed, at each shape, by the change."""
@@ -632,7 +597,6 @@ def changed(run):
         for name in (n for n in rows if "=" in n):
             ratios.setdefault(name.split()[1], []).append(rows["p11_flash"]["ms"] / rows[name]["ms"])
     return ratios
-
 
 for run in RUNS:
     for name, r in changed(run).items():
@@ -663,10 +627,8 @@ for run in RUNS:
     assert min(ratios["DYNAMIC=0"]) < 0.85 and max(ratios["POLYNOMIAL=4"]) < 1.01
     assert min(ratios["POLYNOMIAL=4"]) < 0.95
     some = [r for r in run["rows"] if r["part"] == "variants" and "POLYNOMIAL" in r["name"]]
-    print(
-        f"POLYNOMIAL=4: o at most {max(r['of_bound'] for r in some):.1f} of its bound, "
-        f"lse up to {max(r['lse_of_bound'] for r in some):.1f} times its own"
-    )
+    print(f"POLYNOMIAL=4: o at most {max(r['of_bound'] for r in some):.1f} of its bound, "
+          f"lse up to {max(r['lse_of_bound'] for r in some):.1f} times its own")
 
 # %% [markdown]
 # ## 10 · Beside the others
@@ -703,20 +665,14 @@ for run in RUNS:
 # %%
 for run in RUNS:
     n, ahead, beyond, behind = hopper_results.against_best(run)
-    print(
-        f"ahead by the medians at {ahead} of {n} shapes, beyond both spreads at {beyond}; "
-        f"behind beyond both at {behind}"
-    )
+    print(f"ahead by the medians at {ahead} of {n} shapes, beyond both spreads at {beyond}; "
+          f"behind beyond both at {behind}")
     found = [s for s in hopper_results.standings(run) if s.ratio is not None]
-    for text, some in (
-        ("from 2048 on", [s for s in found if s.job["shape"][2] >= 2000]),
-        ("below", [s for s in found if s.job["shape"][2] < 2000]),
-    ):
+    for text, some in (("from 2048 on", [s for s in found if s.job["shape"][2] >= 2000]),
+                       ("below", [s for s in found if s.job["shape"][2] < 2000])):
         worst = min(some, key=lambda s: s.ratio)
-        print(
-            f"N {text}: ahead at {sum(s.ratio > 1 for s in some)} of {len(some)}; "
-            f"worst {worst.said} at {worst.label}, beside {worst.best}"
-        )
+        print(f"N {text}: ahead at {sum(s.ratio > 1 for s in some)} of {len(some)}; "
+              f"worst {worst.said} at {worst.label}, beside {worst.best}")
 
 # %% [markdown]
 # Goals are set before a run. *is* has the worst ratio of all shapes, but for the mean. "best" includes
@@ -847,12 +803,10 @@ for backward in map(hopper_results.backward_table, RUNS):
 # %%
 PIPE = "tensor pipe, % of the time"
 
-
 def profile(run):
     """The launches that were profiled, the fastest first."""
     rows = [r for r in run["rows"] if r["part"] == "profile" and "kernel" in r]
     return sorted(rows, key=lambda r: r["nanoseconds"])
-
 
 for run in RUNS:
     rows = profile(run)[::-1]
@@ -969,9 +923,8 @@ for run in RUNS:
 # %%
 for run in RUNS:
     rows = hopper_results.planted_rows(run)
-    noticed = {
-        name for name, r in rows.items() for text in r["said"].values() if not re.search(r"\b0 (errors|hazards)", text)
-    }
+    noticed = {name for name, r in rows.items()
+               for text in r["said"].values() if not re.search(r"\b0 (errors|hazards)", text)}
     assert noticed == {"K is waited for, V is not"}
     assert sum(r["result"] == "right" for r in rows.values()) == 3
     print("noticed by compute-sanitizer:", *noticed)
