@@ -87,7 +87,7 @@ PHASES = (
     ),
     Phase(
         "11c", "tuned", "Optional: tuned on an H200", "hopper",
-        "what took the kernel past cuDNN and FlashAttention-4, what each idea gained and cost, and what limits it", 105,
+        "what took the kernel past cuDNN and FlashAttention-4, what each idea gained and cost, and what limits it", 135,
     ),
     Phase(
         12, "decoding", "Decoding: split-KV and paged caches", "triton",

@@ -501,9 +501,10 @@ print(verify(final.forward, causal=True, gqa=True, empty=True, max_seq=300).verd
 # %% [markdown]
 # ### Besides its tiles
 #
-# A part of $N = 512$ has four tiles. In step 16 a quarter to a third of its time goes elsewhere, as the times of two lengths tell (2.3 µs). Where? An average over the
-# kernel cannot say. But every multiprocessor has a clock. `clocked` puts stamps into a kernel's text: a consumer's first thread writes down `clock64()` and where it
-# is. Below, what the first consumer passes in a part, in cycles (medians, no mask), in step 16 and in the last step. A stamp costs some 40 of them.
+# A part of $N = 512$ has four tiles. From the times of $N = 512$ and 4096 follows what does not grow with N: some 2 µs a part in step 16, a quarter to a third
+# of its time. Where do they go? Every multiprocessor has a clock. `clocked` puts stamps into a kernel's text: a consumer's first thread writes down
+# `clock64()` and where it is. Below, what the first consumer passes in a part, in cycles (medians, no mask). Each span has in it what is waited for there, and
+# the stamp itself, some 40 cycles.
 
 # %%
 STAMPED = {}
@@ -515,9 +516,10 @@ for run in RUNS:
     show.table(cells, ["cycles, N = 512", *(f"D = {d}, {name}" for d, name in STAMPED)], align="lrrrr")
 
 # %% [markdown]
-# From a tile to its end are all tiles alike, the masked first one too. Look behind the last one: step 16 needs 1000 cycles between O and its store, as much as
-# for a product or two of a tile. Two divisions and two logarithms stand there, in one chain, each with a branch for rare numbers; and `lse` is stored. The
-# store of O then waits for it: in machine code a proxy fence is `MEMBAR.ALL.CTA` and `FENCE.VIEW.ASYNC`, and the first waits for stores to memory too.
+# "A tile", "its scores are there" and "a tile's end" are passed by every tile. Look behind the last one: step 16 needs 1000 cycles between O and its store. There
+# stand two divisions and two logarithms, in one chain, each with a branch for numbers that are subnormal, infinite or NaN; then `lse` is stored. O's store may
+# have to wait for that too: a proxy fence is `MEMBAR.ALL.CTA` in machine code, behind which all earlier stores have to be visible. That the stamps cannot show: each is
+# a store, too.
 
 # %%
 for d in (64, 128):
@@ -527,18 +529,18 @@ for d in (64, 128):
           f"then {after['a part']:.0f}")
 
 # %% [markdown]
-# `last_sums` has neither branch nor division, and `store_lse` comes behind O, with the chip's own logarithm. And masks got cheaper. Without a mask the first tile
-# is full unless N ends in it: asked once per tile, not per score (`is_full`). Where a mask is needed, a lane has two of every 8 columns of a row, at most 32: one
-# bit for each. A bit of a register is a predicate at once (`R2P`, seven at a time), where a comparison is an instruction for each score.
+# So the last step has approximate reciprocals and logarithms, one instruction each (`last_sums`, `store_lse`), and stores `lse` behind O. And masks got cheaper. Without
+# a mask the first tile is full unless N ends in it: that is asked once per tile now, not per score (`is_full`). Where a mask is needed, a lane has two of
+# every 8 columns of a row, at most 32 numbers: one bit for each (`hide`). An instruction, `R2P`, makes predicates of seven bits at once, where a comparison makes one.
 
 # %%
 show.region(path("edges.cuh"), "hide", "last sums of a row", "store lse")
 show.source(clocked)
 
 # %% [markdown]
-# All three made it 1.05 to 1.08 times as fast at $N = 512$, $D = 64$ and 128, 1.04 to 1.05 at 1024, 1.01 to 1.02 at 4096, and no faster at 16 384: old and
-# new in turns on one H200 (`notes/phase_11_experiments.md`, *Between two parts*). A fourth copy of the tile, for a first one without a mask, was as fast at $D = 64$,
-# but 1.5 % slower at $D = 80$: its loop had 20 instructions more, as uniform registers ran short.
+# All of it together made the kernel 1.05 to 1.08 times as fast at $N = 512$, $D = 64$ and 128, 1.04 to 1.05 at 1024, 1.01 to 1.02 at 4096, and no faster at 16 384:
+# old and new in turns on one H200, without stamps (`notes/phase_11_experiments.md`, *By the clock*). O's last bit may differ, `lse` by $10^{-6}$. A fourth compiled copy of the tile,
+# for a first one without a mask, was as fast at $D = 64$, but 1.5 % slower at $D = 80$: its loop had 20 instructions more.
 
 # %% [markdown]
 # ## 9 · What gained, and what did not
@@ -677,7 +679,7 @@ for run in RUNS:
 # %% [markdown]
 # Goals are set before a run. *is* has the worst ratio of all shapes, but for the mean. "best" includes
 # FlashAttention-4. *The same bits*: in 200 runs on the same inputs. *The rule*: the checker's bound for each number's rounding. The last column says whether
-# a goal is met, by medians. Its last three rows were run anew with step 16.
+# a goal is met, by medians. Its last three rows are of this kernel too.
 
 # %%
 for run in RUNS:
@@ -697,10 +699,12 @@ for run in RUNS:
     assert found[0].ratio > 0.97 and not behind
 
 # %% [markdown]
-# None is behind beyond both spreads. The nearest are of one kind: $D = 256$, causal and long, beside FlashAttention-4. There the mask costs our kernel no
-# cycles, but clock. By `clock64` a tile takes 2087 cycles with a mask and 2070 without. But alone for a second, at its power limit, the chip runs at 1.29 to 1.32 GHz
-# with the mask and at 1.45 without (one H200, $N = 16384$). Why, we do not know: with it 1.5 GB are read from memory, without it 0.3; but an order of keys and
-# heads that reads 0.9 is no faster.
+# None is behind beyond both spreads. Five of these six are of one kind: $D = 256$, causal and long, beside FlashAttention-4. There the mask costs our kernel no
+# cycles, but clock (a run of its own, $N = 16384$; notes, *By the clock*). A tile takes 2087 cycles with a mask, 2070 without. But alone for a second, at its power
+# limit, the chip runs at 1.29 to 1.32 GHz with it and at 1.45 without; at $D = 128$ at 1.36 to 1.40 and 1.47. Why, we do not know.
+
+# %% [markdown]
+# At $D = 256$ 1.5 GB are read from memory with the mask, and 0.3 without it; but an order of keys and heads that reads 0.9 is no faster.
 
 # %% [markdown]
 # ### The backward pass

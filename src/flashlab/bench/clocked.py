@@ -6,8 +6,8 @@
     module.forward(q, k, v)
     cycles(module)          # {"the last product > O is there": 481.0, ...}
 
-Of a block's consumers one thread each writes the clock and the number of a mark into a table of its own. So a stamp
-costs some 40 cycles, and stamps of one block can be compared, as they are of one clock.
+Of a block's consumers one thread each writes the clock and the number of a mark into a table of its own. That costs
+some 40 cycles on an H200. Stamps of one block can be compared, as they are of one clock.
 """
 
 from collections import defaultdict
@@ -68,12 +68,16 @@ def clocked(step: Step) -> str:
 
 def cycles(module: CudaModule, consumer: int = 0) -> dict[str, float]:
     """Of each pair of marks that follow one another the median of the cycles between, over the parts of the first
-    blocks but their first ones, as "a mark > the next"; and how long "a part" takes. It clears the table."""
-    device = "cpu" if module.backend == "emulator" else "cuda"
-    if device == "cuda":
-        torch.cuda.synchronize()  # the copy may go into another stream than the launch
-    table = torch.zeros(BLOCKS, CONSUMERS, STAMPS, dtype=torch.int64, device=device)
+    blocks but their first ones, as "a mark > the next"; and how long "a part" takes. It clears the table.
+
+    Raises ValueError: no block has stamped three beginnings of a part; there were too few, or their tiles too many.
+    """
+    on_gpu = module.backend != "emulator"
+    table = torch.zeros(BLOCKS, CONSUMERS, STAMPS, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    wait()  # the copy may go into another stream than the launch
     module.read_stamps(table)
+    wait()
     found = defaultdict(list)
     for stamps in table[:, consumer].tolist():
         passed = [(mark & 255, mark >> 8) for mark in stamps if mark]
@@ -82,4 +86,8 @@ def cycles(module: CudaModule, consumer: int = 0) -> dict[str, float]:
             for (a, before), (b, after) in pairwise(passed[part : end + 1]):
                 found[f"{MARKS[a][0]} > {MARKS[b][0]}"].append(after - before)
             found["a part"].append(passed[end][1] - passed[part][1])
+    if not found:
+        raise ValueError(
+            f"no whole part is among the first {STAMPS} stamps of a consumer: take fewer tiles, or more parts"
+        )
     return {pair: median(times) for pair, times in found.items()}

@@ -1,8 +1,9 @@
 // edges.cuh - phase 11, the last step: what a part has to do besides its full tiles.
 
 // region: hide
-// Scores that a row does not see become -inf. Of a row a lane has two of every MMA_N columns, first_key the first of
-// them: one bit for each. A bit is a predicate, where a comparison would be an instruction for each score.
+// Scores that a row does not see become -inf. Of a row a lane has two of every MMA_N columns, one bit for each: seven
+// bits become predicates by one instruction, a comparison is one for each score. first_row, first_key: of the lane's
+// first score, among all of its head.
 template <bool CAUSAL>
 __device__ __forceinline__ void hide(float (&s)[S_TILES * 4], const Problem& p, int first_row, int first_key) {
     static_assert(2 * S_TILES <= 32);
@@ -20,8 +21,9 @@ __device__ __forceinline__ void hide(float (&s)[S_TILES * 4], const Problem& p, 
 // endregion
 
 // region: last sums of a row
-// A row's sum over its four lanes, and what O is multiplied by. Without a branch: no other work of this consumer's hides
-// how long that takes. A row that sees no key: 0; NaN stays NaN.
+// l_i becomes a row's sum over its four lanes; inverse is what O is multiplied by. Without a branch: no other work of
+// this consumer's hides how long that takes. A row that sees no key: 0; NaN stays NaN. (No sum is near what the
+// approximation takes for 0 or infinity: 2^-126 and 2^126.)
 __device__ __forceinline__ void last_sums(float (&inverse)[ROWS_PER_LANE], float (&l_i)[ROWS_PER_LANE]) {
 #pragma unroll
     for (int r = 0; r < ROWS_PER_LANE; r++) {
@@ -36,7 +38,8 @@ __device__ __forceinline__ void last_sums(float (&inverse)[ROWS_PER_LANE], float
 __device__ __forceinline__ float* lse_of(const Problem& p, const Part& at) {       // of the part's rows
     return p.lse + ((int64_t)at.batch * p.heads + at.head) * p.seq_q + at.m_start;
 }
-// To be called behind O's store. Its proxy fence waits for all that a thread has stored before: also to memory.
+// To be called behind O's store, whose proxy fence waits for all that a thread has stored before: also to memory.
+// first_row: the lane's, in the part.
 __device__ __forceinline__ void store_lse(const Problem& p, const Part& at, const float (&l_i)[ROWS_PER_LANE],
                                           const float (&m_i)[ROWS_PER_LANE], int first_row, int t, float scale_log2) {
 #pragma unroll
