@@ -9,7 +9,7 @@ import shutil
 import matplotlib
 import pytest
 
-from flashlab.bench import readme, records
+from flashlab.bench import hopper_results, readme, records
 from flashlab.bench.rows import of
 from flashlab.figures import implementations, show
 
@@ -199,3 +199,10 @@ def test_the_figure_draws_its_data_in_the_colours_of_the_implementations():
 def test_without_a_checkout_it_says_so(tmp_path):
     with pytest.raises(SystemExit, match="belongs to a checkout"):
         readme.main([], tmp_path)
+
+
+def test_the_goals_are_those_of_the_record_itself():
+    """Its rows in one schema say of each what inputs it had; goals are asked of jobs that do not."""
+    raw = json.loads((records.RECORDED / "hopper_h200.json").read_text())
+    said = [verdict.said.startswith("met") for verdict in hopper_results.verdicts(raw)]
+    assert readme.Questions(readme.load()).hopper_goals() == said
