@@ -236,7 +236,7 @@ in_loop = r"""
 # any length, any strides, rows that see no key.
 #
 # Any right kernel is accepted that works on the tensor cores and keeps section 5's budget: at most 1.25 wavefronts per MMA, on one head of 256 rows
-# without a mask. That takes 32 rows per warp and no bank conflicts. Stages, lazy rescaling and the rest are up to you.
+# without a mask. That takes 32 rows per warp, no bank conflicts, and copies by `cp.async`, which take no wavefronts in this count. Stages, lazy rescaling and the rest are up to you.
 
 # %%
 show.source(path("problem.cuh"))

@@ -44,6 +44,7 @@ def own_changes(text: Text, rights: Sequence[Text], values: dict[str, Any], alon
     yield from _of_state(text) if alone else ()  # no lists there, and time for few
     yield from _of_flags(text, values)
     yield from _of_sums(text)
+    yield from _of_siblings(text)
     yield from _of_bases(text)
     yield from _of_merges(text)
     yield from _of_running(text)
@@ -382,6 +383,16 @@ def _of_sums(text: Text) -> Iterator[Change]:
                     new = both(ast.parse(f"{other} = {other} * {factor}").body[0], line)
                     words = f"`{other}` is not multiplied by `{factor}`, as `{name}` is"
                     yield Change("not-rescaled", words, 1.3, (((holder, "body", at), new),))
+
+
+def _of_siblings(text: Text) -> Iterator[Change]:
+    """A term that another number has before it is multiplied by the same factor."""
+    found: list[tuple[Slot, Any]] = [(slot, x) for slot, x in _slots(text.tree) if is_op(x, ast.Mult)]
+    products = [(slot, *way) for slot, x in found for way in ((x.left, x.right), (x.right, x.left))]
+    for (slot, own, factor), (_, other, by) in itertools.permutations(products, 2):
+        if plain(by) == plain(factor) and is_op(other, ast.Add, ast.Sub) and plain(other.right) not in names_in(own):
+            new = ast.BinOp(ast.BinOp(own, other.op, other.right), ast.Mult(), factor)
+            yield Change("more", "", 1.3, ((slot, new),))
 
 
 def _of_bases(text: Text) -> Iterator[Change]:

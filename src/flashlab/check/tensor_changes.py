@@ -45,6 +45,13 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
                 new = ast.Subscript(value, ast.Tuple(axes, ast.Load()), ast.Load())
                 if not _is_none(parts[at]):
                     yield "wrong-axis", f"{w(new)} stands where {w(node)} belongs", 1.4, new, how, at
+        case ast.Slice(lower=ast.Name() as low, upper=ast.BinOp(left=ast.Name(same), op=ast.Add(), right=size)) if (
+            low.id == same
+        ):
+            product = _expr("a * n", a=low, n=size)
+            said = f"{w(low)} is taken for the number of a block of {w(size)}, where it is its first index"
+            block = ast.Slice(product, _expr("a + n", a=product, n=size))
+            yield "block-for-index", said, 1.4, block
         case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper)):
             yield "slice-missing", f"all of {w(value)} is taken where {w(node)} belongs", 1.6, value, "slice"
             if lower is not None:
@@ -108,6 +115,12 @@ def _of_method(text: Text, node: ast.Call, owner: ast.expr, name: str) -> Iterat
     if not of_module and isinstance(owner, ast.Name):
         what = "is not converted" if name in _CASTS else "is taken as it stands"
         yield "function-missing", f"`.{name}` is missing: {w(owner)} {what}", 1.3, owner, name
+    if name == "permute" and 2 < len(node.args) < 6 and all(isinstance(x, ast.Constant) for x in node.args):
+        for axes in itertools.permutations(node.args):
+            if list(axes) != node.args:
+                order = ", ".join(map(ast.unparse, axes))
+                said = f"the axes are taken in the order {order} in {w(node)}"
+                yield "wrong-order", said, 1.5, ast.Call(node.func, list(axes), node.keywords), "permute", order
     unshifted = "the exponentials are taken as they are, in {}, and overflow, or are all 0: the maximum comes off first"
     if name == "logaddexp":
         new = _expr("torch.log(torch.exp(a) + torch.exp(b))", a=node.args[0], b=node.args[1])

@@ -205,7 +205,7 @@ part(
     inputs={"5 rows, 4 keys, 2 a block": _block(random.Random(1), 5, 4, 2), "3 rows, 11 keys, 4 a block": _block(
         random.Random(2), 3, 11, 4), "scores near 300": _block(random.Random(3), 3, 8, 4, 300.0),
         "scores that fall far": _block(random.Random(4), 3, 8, 4, fall=100.0),
-        "rows of very different scores": _block(random.Random(5), 3, 8, 4, apart=900.0)},
+        "rows of very different scores": _block(random.Random(5), 3, 8, 4, apart=260.0)},
     draw=lambda r: _block(r, r.randint(1, 4), r.randint(1, 12), r.randint(1, 5)),
     notes={
         "correction": "where the row maximum rises, l_i and acc are multiplied by exp(m_i - m_new)",
