@@ -45,25 +45,8 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
                 new = ast.Subscript(value, ast.Tuple(axes, ast.Load()), ast.Load())
                 if not _is_none(parts[at]):
                     yield "wrong-axis", f"{w(new)} stands where {w(node)} belongs", 1.4, new, how, at
-        case ast.Slice(lower=ast.Name() as low, upper=ast.BinOp(left=ast.Name(same), op=ast.Add(), right=size)) if (
-            low.id == same
-        ):
-            product = _expr("a * n", a=low, n=size)
-            said = f"{w(low)} is taken for the number of a block of {w(size)}, where it is its first index"
-            block = ast.Slice(product, _expr("a + n", a=product, n=size))
-            yield "block-for-index", said, 1.4, block
-        case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper)):
-            yield "slice-missing", f"all of {w(value)} is taken where {w(node)} belongs", 1.6, value, "slice"
-            if lower is not None:
-                new = ast.Subscript(value, ast.Slice(None, upper), ast.Load())
-                yield "wrong-slice", f"{w(new)} stands where {w(node)} belongs", 2.0, new, "lower"
-                begin = ast.unparse(lower)
-                first = ast.Subscript(value, _put(node.slice, begin, "0"), ast.Load())
-                said = f"{w(value)} is read from its beginning again and again: `{begin}` is taken for 0"
-                yield "first-block-again", said, 1.5, first, "first", begin
-            if upper is not None:
-                new = ast.Subscript(value, ast.Slice(lower, None), ast.Load())
-                yield "wrong-slice", f"{w(new)} stands where {w(node)} belongs", 2.0, new, "upper"
+        case ast.Slice() | ast.Subscript(slice=ast.Slice()):
+            yield from _of_slices(text, node)
         case ast.Attribute(value=value, attr="T" | "mT"):
             yield "not-transposed", f"{w(value)} is not transposed", 1.3, value, "T"
         case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() as both, right=right):
@@ -106,6 +89,27 @@ def _of_comparison(w: Callable[[ast.expr], str], node: ast.Compare, right: ast.B
             "t / math.log(2)", "1 / ln 2 times"):  # fmt: skip
             times = ast.Compare(left, node.ops, [ast.BinOp(right.left, right.op, _expr(way, t=by))])
             yield "wrong-factor", f"{w(by)} is {how} what it should be", 1.9, times
+
+
+def _of_slices(text: Text, node: Any) -> Iterator[tuple[Any, ...]]:
+    w = text.say
+    match node:
+        case ast.Slice(lower=ast.Name() as low, upper=ast.BinOp(ast.Name(same), ast.Add(), size)) if low.id == same:
+            product = _expr("a * n", a=low, n=size)
+            said = f"{w(low)} is taken for the number of a block of {w(size)}, where it is its first index"
+            yield "block-for-index", said, 1.4, ast.Slice(product, _expr("a + n", a=product, n=size))
+        case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper)):
+            yield "slice-missing", f"all of {w(value)} is taken where {w(node)} belongs", 1.6, value, "slice"
+            if lower is not None:
+                new = ast.Subscript(value, ast.Slice(None, upper), ast.Load())
+                yield "wrong-slice", f"{w(new)} stands where {w(node)} belongs", 2.0, new, "lower"
+                begin = ast.unparse(lower)
+                first = ast.Subscript(value, _put(node.slice, begin, "0"), ast.Load())
+                said = f"{w(value)} is read from its beginning again and again: `{begin}` is taken for 0"
+                yield "first-block-again", said, 1.5, first, "first", begin
+            if upper is not None:
+                new = ast.Subscript(value, ast.Slice(lower, None), ast.Load())
+                yield "wrong-slice", f"{w(new)} stands where {w(node)} belongs", 2.0, new, "upper"
 
 
 def _of_method(text: Text, node: ast.Call, owner: ast.expr, name: str) -> Iterator[tuple[Any, ...]]:
