@@ -355,6 +355,28 @@ def beside_the_first_part(os, lses):
     return o.to(os.dtype), lse
 
 
+def axes_in_another_order(x):
+    ranks, heads, rows, columns = x.shape
+    x = x.reshape(ranks, ranks, heads // ranks, rows, columns).permute(1, 0, 2, 3, 4)
+    return x.reshape(ranks, heads // ranks, ranks * rows, columns)
+
+
+def a_block_for_its_first(x):
+    each = x.shape[1] // len(x)
+    return torch.stack([torch.cat([rank[i : i + each] for rank in x], dim=1) for i in range(len(x))])
+
+
+def without_its_begin(lengths, block_n, programs, p):
+    tiles = [-(-n // block_n) for n in lengths]
+    run, pieces, base = -(-sum(tiles) // programs), [], 0
+    for s, n in enumerate(lengths):
+        a, b = max(p * run, base), min((p + 1) * run, base + tiles[s])
+        if a < b:
+            pieces.append((s, a * block_n, min((b - base) * block_n, n)))
+        base += tiles[s]
+    return pieces
+
+
 def one_of_two_tensors(tflops, gb_s, heads, kv_heads, itemsize, world):
     above, below = tflops * 500 * itemsize * kv_heads, gb_s * heads
     return 2 * world * -(-above // (2 * below))
@@ -380,6 +402,9 @@ def without_p(p, dp):
         ("12.3", any_for_all, "`torch.isneginf(lses).any` stands where `torch.isneginf(lses).all` belongs"),
         ("12.3", a_first_split_too_few, "`1` stands where `0` belongs, in `range(1, len(os))`"),
         ("13.4", one_of_two_tensors, "in `2 * below`; or `500` stands where `1000` belongs"),  # both are as likely
+        ("13.6", axes_in_another_order, "(1, 0, 2, 3, 4)` stands where `x.reshape(ra"),
+        ("13.6", a_block_for_its_first, "`i:i + each` stands where `i * each:i * each + each` belongs"),
+        ("12.8", without_its_begin, "`a` stands where `a - base` belongs"),
         ("13.5", another_factor, "`ds @ k` stands where `ds.mT @ q` belongs"),
         ("12.1", above_alone, "+ 1` stands where `math.ceil("),
         ("1.3", summed_before, "the line `total = s.sum(dim=1, keepdim=True)` comes too early, before `s.exp_()`"),

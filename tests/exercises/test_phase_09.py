@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 from lesson_answers import accepted, answers_of, failure, told
 from lesson_answers import changed_texts as changed
 
+from flashlab.check import CheckFailed
 from flashlab.check.cuda_answer import region
 from flashlab.check.cuda_index import TRIALS
 from flashlab.exercises import check
 from flashlab.exercises.phase_09 import PARTS
+from flashlab.exercises.phase_09_ladder import expect_budget
 from flashlab.exercises.rule import RULES
 from flashlab.kernels import step
 from flashlab.simt import SimtError, find_compiler
+from flashlab.simt.report import Counters
 
 try:
     find_compiler()
@@ -208,3 +213,18 @@ def test_a_lazy_rescaling():
     assert check("9.7", *lazy(8, FINITE))
     assert failure("9.7", *lazy(8, "x")).diagnosis == "masked-rows-nan"
     assert failure("9.7", *lazy(16.5, FINITE)).diagnosis == "p-overflows"
+
+
+@pytest.mark.parametrize(("ldmatrix", "conflicts", "others", "slug"), [
+    (26, 0, 0, ""), (52, 0, 0, "too-few-rows-per-warp"), (26, 700, 30, "bank-conflicts"), (26, 0, 30, "other-accesses"),
+])  # fmt: skip
+def test_the_wavefronts_are_told_by_what_takes_them(ldmatrix, conflicts, others, slug):
+    ideal = 4 * ldmatrix + others
+    counted = Counters(mma=100, ldmatrix=ldmatrix, shared_load_wavefronts=ideal + conflicts, shared_load_ideal=ideal)
+    report = types.SimpleNamespace(counters=counted)
+    if not slug:
+        assert expect_budget(report, 1.25, "a case") == 1.04
+        return
+    with pytest.raises(CheckFailed, match=f"{conflicts / 100:.2f} are bank conflicts") as failed:
+        expect_budget(report, 1.25, "a case")
+    assert failed.value.diagnosis == slug
