@@ -305,7 +305,8 @@ def said(data):
 def test_the_goals_are_met_or_missed_by_what_is_recorded():
     found = {v.goal: v for v in hopper_results.verdicts(record())}
     missed = {goal for goal, v in found.items() if v.said != "met"}
-    assert missed == {"geometric mean of all shapes", "backward, D = 64, 128"}  # 1.077 where 1.12 is wanted; no FA4
+    # 1.077 where 1.12 is wanted; and of the way back nothing of FlashAttention-4
+    assert missed == {"geometric mean of all shapes", "backward, D = 64, 128", "backward, D = 256"}
     assert found["geometric mean of all shapes"].value == "1.08" and found["each of them"].said == "met"
     assert found["each of them"].value == "1.08 (1.06 to 1.10)" and FA4 in found["each of them"].at
     assert found["D = 96, 192"].measured == "12 of 12" and "layer" not in found["D = 96, 192"].at

@@ -779,9 +779,9 @@ for run in RUNS:
             print(f"{who:16} takes {min(r):.2f} to {max(r):.2f} times as long")
 
 # %% [markdown]
-# So the same bits each time cost nothing, as measured: adding in any order takes longer. (Its sums have to begin as zeros; whether that is why, was not isolated.) cuDNN is behind at every shape. FlashAttention-4, here without its option for the same bits, is behind at most of them, and ahead by up to 6 % at some of the long ones.
+# So the same bits each time cost nothing, as measured: adding in any order takes longer. (Its sums have to begin as zeros; whether that is why, was not isolated.) cuDNN is behind at every shape. FlashAttention-4, here without its option for the same bits, is behind at most of them, and ahead by up to 4 % at some.
 #
-# TFLOP/s, by 2.5 times the forward pass. "≠": in 20 runs bits differed, which was asked of `p11`'s variants alone. *best* is the best of the others; `flash_attention` is `p11` through the door, `KEY_STEP=64` takes 64 keys at a time; the variants were not timed at $D = 96$:
+# TFLOP/s, by 2.5 times the forward pass. "≠": in 20 runs bits differed, which was asked of `p11`'s variants alone. *best* is the best of the others; `flash_attention` is `p11` through the door, `KEY_STEP` says how many keys `queries` takes at a time; not every variant was timed everywhere:
 
 # %%
 for backward in map(hopper_results.backward_table, RUNS):
@@ -798,6 +798,69 @@ for backward in map(hopper_results.backward_table, RUNS):
 # %% [markdown]
 # But a fifth of the time at $N = 1024$ was spent before and behind the loop. So the grid is persistent, and the next keys are loaded while $dK$ and $dV$ of
 # these leave, from where $dS$ was (at $D = 128$ there is room for $dK$ alone). `empty_k` and `empty_v` tell the producer when: each consumer arrives there behind a barrier of both.
+
+# %% [markdown]
+# ### Rows of more than 128 columns
+#
+# At $D = 256$ nothing of this fits. $dK$ and $dV$ of 128 keys are 512 registers for each thread of a warpgroup, and a thread has 255; of 64 keys they are 256. A block of 64 keys, then, and one gradient for each consumer:
+# the first has $dV$, the second $dK$. Squares of $dQ$ would take 64 KB more of shared memory, which K, V and two stages of Q and $dO$ have filled. So $dQ$ is `queries`' work: seven products, as with `PRODUCTS=7`.
+
+# %% [markdown]
+# What does each need? $dV = P^\top dO$ needs $P$, and $dK = dS^\top Q$ needs $dS = P \circ (dP - \delta)$: $P$ too. Both could compute $S$. But the first can hand $P$ over: its thread 5 holds the keys and queries that the second's thread 5 has in $dP$. So each computes one product of scores and one gradient.
+#
+# And $K$ and $V$? Each consumer needs one of them, always as A: 64 registers of fragments, read once. Then all of shared memory is left for stages.
+
+# %% [markdown]
+# Is that worth it? The tensor cores take 4096 multiply-adds per clock; shared memory hands out 128 bytes. A product of 64 rows and $N$ columns reads B, 32 $N$ bytes for each 16 of the inner dimension, and A, 2 KB, if that is not in registers:
+
+# %%
+def product(rows, n, inner, a_in_registers):
+    "KB that a product reads from shared memory, and its clocks on the tensor cores."
+    times = rows // 64 * inner // 16
+    return times * (32 * n + 2048 * (not a_in_registers)) / 1024, rows * n * inner / 4096
+
+D, copies = 256, 64  # a tile of Q and one of dO, 64 rows each, come in once: KB
+by_design = {
+    "both compute S, A in shared memory": 3 * [product(64, 64, D, False)],
+    "P goes over, K and V in registers": 2 * 2 * [product(64, 32, D, True)] + [(32, 0)],
+}
+gradients = 2 * [product(64, D, 64, True)]
+for name, scores in by_design.items():
+    read, clocks = (sum(x) for x in zip(*scores, *gradients, strict=True))
+    read += copies
+    print(f"{name:35} {read:4.0f} KB, {read * 1024 / 128:5.0f} clocks; tensor cores {clocks:5.0f}")
+
+# %% [markdown]
+# ($P$ in float32 is 16 KB, written and read. Scores are taken 32 queries at a time: more registers are not left.) In both shared memory is what there is to wait for; the second design asks it for 30 % less.
+#
+# `of_lane` is lse, or $\delta$, of one query; who needs it gets it by a shuffle. $P$ has two places, and two barriers for each, `full_p` and `empty_p`: the first consumer may be a step or two ahead.
+
+# %%
+show.region(path("wide_keys.cuh"), "scores of wide keys", "P goes over", "dV or dK")
+
+# %% [markdown]
+# A part has a stage for $K$ and $V$ too: the ring of stages brings them like any tile. At its end one more stage is given out empty, for $dV$ and $dK$ to leave from:
+
+# %%
+show.region(path("wide_keys.cuh"), "main loop of wide keys", "store dV or dK")
+
+# %% [markdown]
+# Look at the proxy fence behind `ldmatrix`. In its place there was nothing at first, and all tests passed: the emulator was silent, results on the GPU were right. Then twenty runs of each shape were compared, bit by bit. Without a mask, at $N = 4096$, five differed: in one row of $dK$, or in one row of $dV$ and the same row of $dK$. What is wrong in both? $P$, so a row of $K$. In $dK$ alone? A row of $V$.
+
+# %% [markdown]
+# `ldmatrix` only *asks*. The registers are waited for where they are first used, and an arrival uses none. So the stage was given back while the last loads were still under way, and now and then the next tile was faster. In other kernels the values are used, by a product or an exponential, before the stage is freed: that is a wait as well. With the fence 300 of 300 runs agree. The emulator loads at once, and cannot find this: *compare bits over many runs, at full size*.
+#
+# And how fast is it, where rows have more than 128 columns?
+
+# %%
+for run in RUNS:
+    found = hopper_results.ladder_speeds(run, "backward")
+    for (shape, causal), rows in found.items():
+        everyone = ("p11", "cuDNN", "FlashAttention-4", "triton")
+        speed = {who: rows[who]["tflops"] for who in everyone if who in rows}
+        if shape[3] > 128 and "FlashAttention-4" in speed:
+            at = f"D {shape[3]}, N {shape[2]:5}, {'causal' if causal else 'whole '}"
+            print(f"{at}  TFLOP/s:", ", ".join(f"{who} {x:.0f}" for who, x in speed.items()))
 
 # %% [markdown]
 # ## 11 · What limits it now

@@ -1,5 +1,6 @@
 """Phase 11's backward pass: right against float64, clean under the checks."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -12,6 +13,7 @@ from flashlab.attention import reference
 from flashlab.check.training import wanted
 from flashlab.cuda import hopper_backward as launcher
 from flashlab.cuda.hopper_backward import HEAD_DIMS, SOURCE, compiled, hopper_backward
+from flashlab.simt.errors import SimtError
 
 FP16, BF16 = torch.float16, torch.bfloat16
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -21,8 +23,11 @@ CASES = (
     *((1, 1, 1, n, n) for n in (17, 63, 64, 65, 200, 300)),
     (2, 2, 1, 2, 17), (2, 6, 2, 100, 130), (1, 4, 1, 70, 33), (1, 2, 2, 300, 450), (1, 1, 1, 513, 3), (1, 1, 1, 3, 513),
 )  # fmt: skip
-BUILDS = [(64, FP16), (128, BF16), pytest.param(64, BF16, marks=pytest.mark.long),
-          pytest.param(128, FP16, marks=pytest.mark.long)]  # fmt: skip
+BUILDS = [(64, FP16, 5), (128, BF16, 7), (256, BF16, 7),
+          *(pytest.param(*build, marks=pytest.mark.long) for build in (
+              (64, FP16, 7), (128, BF16, 5), (64, BF16, 5), (128, FP16, 7), (160, FP16, 7), (192, BF16, 7),
+              (256, FP16, 7)))]  # fmt: skip
+"""Head size, dtype, products: beyond 128 columns it is 7."""
 each_way = pytest.mark.parametrize("products", [5, 7])
 
 
@@ -35,7 +40,7 @@ def gradients(q, k, v, grad_o, *, backend="emulator", check=False, defines=(), p
     """From an o that is rounded, as a forward pass gives it; nothing may be found."""
     launch = {name: options.pop(name) for name in ("threads", "sms") if name in options}
     o, lse = reference.attention(q, k, v, **options)
-    defines = defines if products == 5 else (("PRODUCTS", 7), *defines)
+    defines = defines if products == 5 or q.shape[3] > 128 else (("PRODUCTS", 7), *defines)
     how = dict(backend=backend, check=check, defines=defines, **launch)
     found = hopper_backward(grad_o, q, k, v, o.to(q.dtype), lse.float(), **how, **options)
     report = compiled(q.shape[3], q.dtype, backend, check, defines).report
@@ -53,8 +58,7 @@ def expect(q, k, v, grad_o, **options):
     return found
 
 
-@each_way
-@pytest.mark.parametrize(("head_dim", "dtype"), BUILDS, ids=str)
+@pytest.mark.parametrize(("head_dim", "dtype", "products"), BUILDS, ids=str)
 @pytest.mark.every(2)
 def test_right_in_the_fast_build(head_dim, dtype, products):
     for case, causal in itertools.product(CASES, (False, True)):
@@ -64,15 +68,12 @@ def test_right_in_the_fast_build(head_dim, dtype, products):
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "products"),
     [(64, FP16, 5), (96, BF16, 5), (96, BF16, 7), pytest.param(64, FP16, 7, marks=pytest.mark.long),
-     *(pytest.param(d, BF16, n, marks=pytest.mark.long) for d in (128, 80, 112) for n in (5, 7))], ids=str,
+     *(pytest.param(d, BF16, n, marks=pytest.mark.long) for d in (128, 80, 112) for n in (5, 7)),
+     (256, BF16, 7), *(pytest.param(d, FP16, 7, marks=pytest.mark.long) for d in (160, 192))], ids=str,
 )  # fmt: skip
 def test_clean_in_the_check_build(head_dim, dtype, products):
-    cases = (
-        (1, 2, 1, 100, 130),
-        (1, 1, 1, 70, 33),
-        (1, 4, 2, 70, 130),
-        *[(1, 2, 2, 300, 450)] * (head_dim in (64, 128)),
-    )
+    large = [(1, 2, 2, 300, 450)] * (head_dim in (64, 128, 256))
+    cases = ((1, 2, 1, 100, 130), (1, 1, 1, 70, 33), (1, 4, 2, 70, 130), *large)
     for case, causal in itertools.product(cases, (False, True)):
         sms = {(1, 4, 2, 70, 130): 1, (1, 2, 2, 300, 450): 3}.get(case)  # several parts for a block
         expect(
@@ -84,7 +85,8 @@ def test_clean_in_the_check_build(head_dim, dtype, products):
 @pytest.mark.parametrize(
     ("head_dim", "define", "products"),
     [(64, ("KEY_STEP", 64), 7), (64, ("MOST_STAGES", 2), 7), (128, ("KEY_STEP", 64), 7),
-     (128, ("QUERY_STEP", 32), 7), (128, ("QUERY_STEP", 32), 5), (64, ("ORDERED", 0), 5)], ids=str,
+     (128, ("QUERY_STEP", 32), 7), (128, ("QUERY_STEP", 32), 5), (64, ("ORDERED", 0), 5),
+     (192, ("QUERY_STEP", 32), 7), (256, ("KEY_STEP", 32), 7), (256, ("MOST_STAGES", 2), 7)], ids=str,
 )  # fmt: skip
 def test_every_define(head_dim, define, products):
     for causal in (False, True):
@@ -92,10 +94,10 @@ def test_every_define(head_dim, define, products):
         expect(*inputs, causal=causal, check=True, defines=(define,), products=products)
 
 
-@each_way
-def test_the_same_bits_again(products):
+@pytest.mark.parametrize(("head_dim", "products"), [(64, 5), (64, 7), (256, 7)])
+def test_the_same_bits_again(head_dim, products):
     """However many blocks of keys are resident: they add to dq in their order."""
-    inputs = make(1, 4, 2, 300, 300)
+    inputs = make(1, 4, 2, 300, 300, head_dim)
     for causal in (False, True):
         first, *others = (
             gradients(*inputs, causal=causal, products=products, **how)
@@ -123,20 +125,36 @@ PLANTED = {
 }  # fmt: skip
 
 
+# And what those of rows of more than 128 columns rest on.
+_WAIT = "            wait_for_stage();\n"
+PLANTED_WIDE = {
+    "P that is not waited for": ("mbarrier_wait(full_p + 8 * place, turn);", "", "race"),
+    "P over P that is read": ("mbarrier_wait(empty_p + 8 * place, turn ^ 1);", "", "race"),
+    "P in one place": (" + place * P_BYTES", "", "race"),
+    "a stage freed while it is in use": ("            wgmma_wait<0>();\n        };", "        };", "stage-overwritten"),
+    "dV over a stage that is read": ("            wait_for_stage();     ", "", "stage-overwritten"),
+    "K read before it is there": (_WAIT + "#pragma unroll\n            for (int k", "for (int k",
+                                  "read-before-wait"),
+}  # fmt: skip
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("what", PLANTED)
-def test_what_the_sums_rest_on(what, tmp_path, monkeypatch):
-    right, wrong, kind = PLANTED[what]
+@pytest.mark.parametrize("what", [*PLANTED, *PLANTED_WIDE])
+def test_what_it_rests_on(what, tmp_path, monkeypatch):
+    right, wrong, kind = (PLANTED | PLANTED_WIDE)[what]
     text = SOURCE.read_text()
+    include = '#include "p11_hopper/wide_keys.cuh"'
+    text = text.replace(include, (SOURCE.parent / "wide_keys.cuh").read_text())
     assert right in text
     (tmp_path / SOURCE.name).write_text(text.replace(right, wrong))
     fresh = functools.cache(compiled.__wrapped__)
     monkeypatch.setattr(launcher, "SOURCE", tmp_path / SOURCE.name)
     monkeypatch.setattr(launcher, "compiled", fresh)
-    head_dim = 128 if "over dS" in what else 64  # at 64 a consumer's dK lies where itself has read
+    head_dim = 160 if what in PLANTED_WIDE else 128 if "over dS" in what else 64  # at 64 dK lies where itself has read
     q, k, v, grad_o = make(1, 2, 1, 200, 300, head_dim)
     o, lse = reference.attention(q, k, v)
-    hopper_backward(grad_o, q, k, v, o.half(), lse.float(), backend="emulator", check=True)
+    with contextlib.suppress(SimtError):  # some end in waits
+        hopper_backward(grad_o, q, k, v, o.half(), lse.float(), backend="emulator", check=True)
     assert kind in {f.kind for f in fresh(head_dim, FP16, "emulator", True, ()).report.findings}
 
 
@@ -201,8 +219,21 @@ def test_a_row_without_keys_has_no_gradient(products):
 
 
 @pytest.mark.skipif(not HOPPER, reason="no GPU of capability 9.0")
-@each_way
-@pytest.mark.parametrize(("head_dim", "dtype"), [*itertools.product(HEAD_DIMS, (FP16, BF16))], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_same_bits_on_a_gpu(head_dim):
+    """Where many parts follow one another, many times: a stage that was freed too early showed in 5 of 20 runs."""
+    inputs = [x.cuda() for x in make(4, 8, 8, 4096, 4096, head_dim, BF16)]
+    q, k, v, grad_o = inputs
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    lse = torch.stack([(a.float() @ b.float().mT * head_dim**-0.5).logsumexp(-1) for a, b in zip(q, k, strict=True)])
+    first, *others = (hopper_backward(grad_o, q, k, v, o, lse, backend="nvcc") for _ in range(40))
+    for a, *more in zip(first, *others, strict=True):
+        assert all(torch.equal(a, b) for b in more)
+
+
+@pytest.mark.skipif(not HOPPER, reason="no GPU of capability 9.0")
+@pytest.mark.parametrize(("head_dim", "products"), [(d, n) for d in HEAD_DIMS for n in (5, 7) if d <= 128 or n == 7])
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 def test_right_on_a_gpu(head_dim, dtype, products):
     for case, causal in itertools.product((*CASES, (2, 8, 2, 1000, 1000)), (False, True)):
         inputs, how = [x.cuda() for x in make(*case, head_dim, dtype)], dict(backend="nvcc", products=products)

@@ -9,6 +9,7 @@ from flashlab.attention import reference
 from flashlab.attention.backends import BACKENDS
 from flashlab.check.training import wanted
 from flashlab.cuda import missing, operators
+from flashlab.cuda.hopper_backward import HEAD_DIMS
 from flashlab.cuda.operators import attention
 from flashlab.kernels import HOPPER, SERIES, step
 
@@ -23,7 +24,7 @@ def inputs_of(name, device, seq_k):
 
 def test_every_step_is_registered_with_all_that_pytorch_asks():
     assert [s.name for s in SERIES][:2] == ["p6_1_fa1", "p6_2_loop_order"] and SERIES[-1].name == "p9_flash"
-    assert HOPPER[-1].name == "p11_flash"
+    assert HOPPER[-1].name == "p11_flash" and HOPPER[-1].head_dims == HEAD_DIMS  # of its gradient
     for s in SERIES + HOPPER:
         operator = getattr(torch.ops.flashlab, s.name).default
         options = "float scale, SymInt? left, SymInt? right, float? softcap"

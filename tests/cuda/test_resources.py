@@ -65,11 +65,17 @@ def test_measured_is_recorded(name):
 
 # What ptxas is known to leave over: a few bytes, outside of the inner loop.
 SPILLS = {("p11_8_persistent", 64): 12, ("p11_9_scheduler", 64): 4, ("p11_16_learns", 64): 4, ("p11_flash", 64): 4}
-ONCE_A_PART = {64: 20, 80: 20, 96: 44, 112: 20, 128: 12}  # of the backward pass: outside of its loop over tiles
+# Of the backward pass, by head size: outside of its loop over tiles, but for one load there at 256 with a mask.
+ONCE_A_PART = {64: 20, 80: 20, 96: 44, 112: 20, 128: 12, 160: 8, 192: 12, 256: 16}
 BUILDS = [
     *((s, {"head_dim": d}) for s in HOPPER for d in s.head_dims),
     *((s, {"head_dim": d, "dtype": torch.bfloat16}) for s in DECODING for d in (64, 128)),
-    *((BACKWARD, {"HEAD_DIM": d, "ELEMENT": "__nv_bfloat16", "PRODUCTS": n}) for d in HEAD_DIMS for n in (5, 7)),
+    *(
+        (BACKWARD, {"HEAD_DIM": d, "ELEMENT": "__nv_bfloat16", "PRODUCTS": n})
+        for d in HEAD_DIMS
+        for n in (5, 7)
+        if d <= 128 or n == 7
+    ),
 ]
 
 

@@ -27,7 +27,8 @@ from flashlab.cuda import operators  # noqa: F401  (the door takes p11_flash onc
 from flashlab.cuda.hopper_backward import compiled, hopper_backward
 
 SEVEN = "PRODUCTS=7"
-VARIANTS = dict.fromkeys((64, 128), (SEVEN, "ORDERED=0", "SKEWED=0", f"{SEVEN} KEY_STEP=64"))
+VARIANTS: dict[int, tuple[str, ...]] = {192: ("KEY_STEP=80", "QUERY_STEP=32"), 256: ("KEY_STEP=32", "KEY_STEP=64")}
+VARIANTS |= dict.fromkeys((64, 128), (SEVEN, "ORDERED=0", "SKEWED=0", f"{SEVEN} KEY_STEP=64"))
 """Macros set otherwise, by head_dim."""
 ALONE = {"statistics": 1, "statistics, keys": 3}
 """Which kernels a row is of: `launches` of flashlab.cuda.hopper_backward."""

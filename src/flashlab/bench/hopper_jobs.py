@@ -156,7 +156,7 @@ def jobs() -> list[Row]:
 
 def backward_jobs() -> list[Row]:
     """dQ, dK and dV, as `standard` has the forward pass."""
-    found = _shapes((4096,), (128, 64, 96)) + _shapes((1024, 16384), (128, 64))
+    found = _shapes((4096,), (128, 64, 256, 96, 192)) + _shapes((1024, 16384), (128, 64, 256))
     return [{"part": "backward", "shape": list(shape), "causal": c, "dtype": "bf16"} for shape, c in found]
 
 

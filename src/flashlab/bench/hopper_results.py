@@ -122,6 +122,7 @@ GOALS = (
     Goal("other inputs, and captured", 1.05, {"part": {"inputs", "captured"}, "inputs": {*MADE, *LAYERS} - RISING}),
     Goal("the best peer's error on them, over ours", 1 / 1.2, {"part": "inputs"}, accuracy=True),
     Goal("backward, D = 64, 128", 1.00, {"part": "backward", "D": {64, 128}}),
+    Goal("backward, D = 256", 0.95, {"part": "backward", "D": {256}}),
 )
 
 

@@ -19,7 +19,7 @@ from flashlab.cuda.toolchain import default_backend
 from flashlab.kernels.problem import ELEMENTS, Strides, fitting
 from flashlab.kernels.series import HALVES, path
 
-HEAD_DIMS = (64, 80, 96, 112, 128)
+HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
 BLOCK = 128  # rows of a block in the source: its two numbers of each row have place for whole blocks
 SOURCE = path("p11_backward")
 
@@ -99,7 +99,7 @@ def gradients(
     # How many blocks have added to each tile of dq, behind how many parts are taken: `statistics` clears them
     turns = (torch.empty if launches & 1 else torch.zeros)(rows // 64 + 1, dtype=torch.int32, device=q.device)
     sums = None
-    if defines.get("PRODUCTS") != 7:  # those of 128 columns beyond D = 96
+    if q.shape[3] <= 128 and defines.get("PRODUCTS") != 7:  # those of 128 columns beyond D = 96
         sums = torch.empty(rows * (q.shape[3] if q.shape[3] <= 96 else 128), device=q.device)
         if defines.get("ORDERED") == 0:  # else the first block stores
             sums.zero_()

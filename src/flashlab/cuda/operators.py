@@ -4,9 +4,9 @@
     o, lse = attention("p9_flash", q, k, v, causal=True)          # with the log-sum-exp; torch.ops.flashlab.p9_flash
 
 The forward pass is the kernel's: on the GPU built by nvcc, on CPU tensors emulated. p11_flash has a backward pass of
-its own (flashlab.cuda.hopper_backward) for its HEAD_DIMS. Else the gradient is that of phase 5's
-Triton kernels, or of PyTorch's own products in blocks of queries where those are interpreted, or do not take the
-inputs. Phase 12's last kernel is a backend of `flash_attention_with_cache`.
+its own (flashlab.cuda.hopper_backward). Of the others the gradient is that of phase 5's Triton kernels, or of PyTorch's
+own products in blocks of queries where those are interpreted, or do not take the inputs. Phase 12's last kernel is a
+backend of `flash_attention_with_cache`.
 """
 
 import functools
@@ -18,7 +18,7 @@ from flashlab.attention.cache_door import CACHE_BACKENDS, CacheBackend
 from flashlab.attention.inputs import check_qkv, scale_of
 from flashlab.attention.options import window_of
 from flashlab.cuda import decoding
-from flashlab.cuda.hopper_backward import HEAD_DIMS, compiled, gradients
+from flashlab.cuda.hopper_backward import compiled, gradients
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.cuda.toolchain import find_nvcc, missing
 from flashlab.kernels.series import DECODING, HOPPER, SERIES, Step, step
@@ -82,9 +82,6 @@ def _backend(this: Step) -> Backend:
 
 
 def _hopper_backward(grad_o, grad_lse, q, k, v, o, lse, *, left, right, softcap, scale):
-    if q.shape[-1] not in HEAD_DIMS:
-        options = dict(left=left, right=right, softcap=softcap, scale=scale)
-        return best_backward(grad_o, grad_lse, q, k, v, o, lse, **options)
     built = compiled(q.shape[-1], q.dtype, "nvcc" if q.is_cuda else "emulator")
     return gradients(built, grad_o, grad_lse, q, k, v, o, lse, right == 0, scale)
 

@@ -25,7 +25,7 @@ from flashlab.attention.door import HOPPER
 from flashlab.attention.online_softmax import merge_finished
 from flashlab.attention.triton_forward import current_device
 from flashlab.cuda import operators  # noqa: F401  (the CUDA series among the backends)
-from flashlab.cuda.hopper_backward import HEAD_DIMS, compiled, gradients
+from flashlab.cuda.hopper_backward import compiled, gradients
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.kernels import step
 
@@ -55,7 +55,7 @@ def block_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """What a block adds to dq, dk and dv, from o and lse of the whole rows; float32 where the kernel gives it."""
     right = 0 if causal else None
-    if backend == HOPPER and q.is_cuda and q.shape[-1] in HEAD_DIMS and q.dtype != torch.float32:
+    if backend == HOPPER and q.is_cuda and q.dtype != torch.float32:
         grad_o = grad_o.resolve_neg()  # the kernel reads memory
         return gradients(compiled(q.shape[-1], q.dtype, "nvcc"), grad_o, None, q, k, v, o, lse, causal, scale)
     options: dict[str, Any] = dict(scale=scale, left=None, right=right, softcap=None)

@@ -15,10 +15,12 @@
 // Up to D = 96 the fragments of K and V stay in registers: shared memory is what the products wait for.
 //
 // With -DPRODUCTS=7 `queries` keeps 128 queries in a block and walks over the keys that they see: nobody adds to what
-// another block writes. The price is that P and dO V^T are computed twice.
+// another block writes. The price is that P and dO V^T are computed twice. Beyond D = 128 that is the only way, and
+// `keys` another one (wide_keys.cuh).
 //
-// Compile with -DHEAD_DIM=64, 80, 96, 112 or 128, and -DELEMENT=__half or __nv_bfloat16, -DQUERY_STEP=queries at a time
-// in `keys`, -DMOST_STAGES=2 or more; for seven products -DKEY_STEP=keys at a time in `queries`.
+// Compile with -DHEAD_DIM=64, 80, 96, 112, 128, 160, 192 or 256, and -DELEMENT=__half or __nv_bfloat16,
+// -DQUERY_STEP=queries at a time in `keys`, -DMOST_STAGES=2 or more; for seven products -DKEY_STEP=keys at a time in
+// `queries`.
 
 // region: options
 #ifndef SLAB
@@ -26,16 +28,16 @@
 #endif
 #include "p11_hopper/tiles.cuh"
 #ifndef QUERY_STEP
-#define QUERY_STEP 64
+#define QUERY_STEP (HEAD_DIM > 192 ? 32 : 64)
 #endif
 #ifndef KEY_STEP
-#define KEY_STEP 128
+#define KEY_STEP (HEAD_DIM > 192 ? 48 : HEAD_DIM > 128 ? 64 : 128)
 #endif
 #ifndef MOST_STAGES
 #define MOST_STAGES 3
 #endif
 #ifndef PRODUCTS
-#define PRODUCTS 5
+#define PRODUCTS (HEAD_DIM > 128 ? 7 : 5)
 #endif
 #ifndef SKEWED
 #define SKEWED (PRODUCTS == 5)                               // the barrier of dS keeps it in step
@@ -57,23 +59,26 @@ constexpr int KEPT_BYTES = BLOCK * COLUMNS * 2;                // of a tile that
 constexpr bool ROOMY = FIVE && HEAD_DIM <= 96;                 // there are registers for the fragments of K and V
 // Queries of a stage of `keys`. Five products: of its dQ each consumer has a square, 64 queries and SQUARE columns.
 constexpr int SQUARE = ROOMY && HEAD_DIM > SLAB ? HEAD_DIM / 2 : 64;
-constexpr int QUERIES = FIVE ? CONSUMERS * 64 * SLAB / COLUMNS : QUERY_STEP;
+constexpr int QUERIES = FIVE ? CONSUMERS * 64 * SLAB / COLUMNS : 64;
 constexpr int DQ_BYTES = CONSUMERS * 64 * SQUARE * 4, DS_BYTES = QUERIES * BLOCK * 2;
 constexpr int SUMMED = DQ_BYTES / 4 / QUERIES;                 // columns of dQ that are summed
 constexpr int SUMS_BYTES = FIVE ? 2 * (DQ_BYTES + DS_BYTES) : 0;       // those of a tile, while the next is computed
-// Of a kernel that takes STEP rows at a time: a stage holds STEP rows of two tensors, and two numbers a row.
-template <int STEP> constexpr int STEP_BYTES = STEP * COLUMNS * 2;
-template <int STEP> constexpr int STAGE_BYTES = 2 * STEP_BYTES<STEP> + 1024;       // a multiple of 1024
+// A stage of `keys` holds two tiles of queries, and two numbers a row. Beside stages: kept tiles, and sums; where rows
+// have more than 128 columns, P instead, twice, STEP queries at a time.
+constexpr bool WIDE = HEAD_DIM > 128;
+constexpr int KEYS = WIDE ? 64 : BLOCK;                        // that a block of `keys` keeps
+constexpr int STEP = QUERY_STEP, P_BYTES = KEYS * STEP * 4;
+constexpr int Q_BYTES = QUERIES * COLUMNS * 2, STAGE = 2 * Q_BYTES + 1024;     // a multiple of 1024
+constexpr int BESIDE = WIDE ? 2 * P_BYTES : 2 * KEPT_BYTES + SUMS_BYTES;
 // As many stages as there is room for; then the barriers, 8 bytes each
-template <int STEP> constexpr int ROOM = ((226 << 10) - 2 * KEPT_BYTES - SUMS_BYTES) / STAGE_BYTES<STEP>;
-template <int STEP> constexpr int STAGES_OF = ROOM<STEP> < MOST_STAGES ? ROOM<STEP> : MOST_STAGES;
-template <int STEP> constexpr int BARRIERS = 2 * STAGES_OF<STEP> + 11;
-template <int STEP>
-constexpr int SHARED = 2 * KEPT_BYTES + STAGES_OF<STEP> * STAGE_BYTES<STEP> + SUMS_BYTES + 8 * BARRIERS<STEP> + 16;
+constexpr int ROOM = ((226 << 10) - BESIDE) / STAGE, STAGES = ROOM < MOST_STAGES ? ROOM : MOST_STAGES;
+constexpr int BARRIERS = 2 * STAGES + 11;
+constexpr int SHARED = BESIDE + STAGES * STAGE + 8 * BARRIERS + 16;
 // dK and dV leave from where dS was, as far as there is room: so the next K and V may come meanwhile.
 constexpr bool K_LEAVES = FIVE, V_LEAVES = FIVE && KEPT_BYTES <= DS_BYTES;
+static_assert(!FIVE || !WIDE, "beyond 128 columns dQ has no room in `keys`");
 static_assert(!FIVE || KEPT_BYTES <= 2 * DS_BYTES, "dK needs as much room as K");
-static_assert(STAGES_OF<QUERIES> > 1 && (FIVE || STAGES_OF<KEY_STEP> > 1), "a stage is free when the next is in use");
+static_assert(STAGES > 1, "a stage is free when the next is in use");
 static_assert(FIVE || !SKEWED, "without the barrier of dS one consumer may run a turn ahead");
 static_assert(BLOCK % QUERIES == 0 && QUERIES <= 128, "two numbers for each of so many queries are 1024 bytes");
 static_assert(QUERIES % QUERY_STEP == 0 && (!FIVE || 64 % QUERY_STEP == 0), "a stage is taken in equal steps");
@@ -128,10 +133,11 @@ template <int N> __device__ __forceinline__ void round_to(uint32_t (&a)[N / MMA_
 
 // region: store a tile
 // Where 16 rows x 16 columns, an A fragment of a warp, lie among its rows of a tile of BLOCK rows: columns 16 k and on.
-template <int WIDTH = SLAB> __device__ __forceinline__ uint32_t fragment_at(uint32_t tile_smem, int k) {
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+template <int WIDTH = SLAB, int ROWS = BLOCK>
+__device__ __forceinline__ uint32_t fragment_at(uint32_t tile_smem, int k) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = (ROWS < BLOCK ? threadIdx.x % GROUP : threadIdx.x) / WARP_SIZE;
     const int column = k * MMA_K + lane / 16 * 8, chunk = column % WIDTH / 8 ^ lane % 8 / LINE;
-    return tile_smem + (column / WIDTH * BLOCK + warp * MMA_M + lane % 16) * SLAB_ROW + chunk * 16;
+    return tile_smem + (column / WIDTH * ROWS + warp * MMA_M + lane % 16) * SLAB_ROW + chunk * 16;
 }
 // Writes it transposed, into a tile of ROWS rows and BLOCK columns: the warp's 16 columns, rows 16 k and on.
 template <int ROWS>
@@ -142,22 +148,22 @@ __device__ __forceinline__ void place_transposed(uint32_t tile_smem, int k, cons
 }
 // Writes factor * acc, the 64 rows of a consumer, into its rows of a tile that nobody else reads, and from there to
 // memory by TMA. To be called by all of its threads, after their last product.
+template <int ROWS = BLOCK>
 __device__ __forceinline__ void store_tile(const float (&acc)[HEAD_DIM / 2], float factor, uint32_t tile_smem,
                                            const CUtensorMap& map, int row, int head, int batch) {
-    const int consumer = threadIdx.x / GROUP;
+    const int consumer = threadIdx.x / GROUP, first = ROWS < BLOCK ? 0 : consumer * 64;
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / MMA_K; k++) {
         uint32_t rounded[4];
         for (int i = 0; i < 4; i++)
             rounded[i] = pack<T>(acc[8 * k + 2 * i] * factor, acc[8 * k + 2 * i + 1] * factor);
-        stmatrix_x4(fragment_at(tile_smem, k), rounded);
+        stmatrix_x4(fragment_at<SLAB, ROWS>(tile_smem, k), rounded);
     }
     fence_proxy_async();                                       // or the copy engine might not see what was stored
     named_barrier_sync(1 + consumer, GROUP);
     if (threadIdx.x % GROUP == 0) {                            // rows that do not exist are not written
         for (int column = 0; column < HEAD_DIM; column += SLAB)
-            tma_store(&map, tile_smem + (column / SLAB * BLOCK + consumer * 64) * SLAB_ROW, column,
-                      row + consumer * 64, head, batch);
+            tma_store(&map, tile_smem + (column / SLAB * ROWS + first) * SLAB_ROW, column, row + first, head, batch);
         bulk_commit();
     }
 }
@@ -216,6 +222,10 @@ template <bool CAUSAL> __device__ __forceinline__ Part part_of(int n, int blocks
 }
 // endregion
 
+#if HEAD_DIM > 128
+#include "p11_hopper/wide_keys.cuh"
+#else
+
 // region: shared memory of keys
 template <bool CAUSAL>
 __global__ void __launch_bounds__(THREADS, 1)
@@ -224,8 +234,7 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
      const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap grad_o_map,
      const __grid_constant__ CUtensorMap dk_map, const __grid_constant__ CUtensorMap dv_map,
      const __grid_constant__ CUtensorMap sums_map, int* counter, int* turns) {
-    constexpr int STEP = QUERY_STEP, TILE = QUERIES;           // queries at a time, of a stage
-    constexpr int Q_BYTES = STEP_BYTES<TILE>, STAGE = STAGE_BYTES<TILE>, STAGES = STAGES_OF<TILE>;
+    constexpr int TILE = QUERIES;
     extern __shared__ __align__(1024) char shared[];
     const uint32_t k_smem = smem_u32(shared);                  // [BLOCK, HEAD_DIM], and at last dK
     const uint32_t v_smem = k_smem + KEPT_BYTES;               // [BLOCK, HEAD_DIM], and at last dV
@@ -521,6 +530,7 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
     if (first_thread) bulk_wait<0>();                          // they are written
 }
 // endregion
+#endif
 
 #if PRODUCTS == 5
 // region: convert
@@ -550,39 +560,43 @@ convert(const Backward p, const float* sums, const __grid_constant__ CUtensorMap
 #else
 
 // region: shared memory of queries
+// K of tile j is the 2j-th copy, V the next: a place is free as soon as its own tensor has been read.
+constexpr int K_BYTES = KEY_STEP * COLUMNS * 2, FIT = ((226 << 10) - 2 * KEPT_BYTES) / K_BYTES;
+constexpr int PLACES = FIT < 2 * MOST_STAGES ? FIT : 2 * MOST_STAGES;
+constexpr int QUERIES_SHARED = 2 * KEPT_BYTES + PLACES * K_BYTES + 8 * (1 + 2 * PLACES);
+static_assert(PLACES > 2, "the next tile's K comes while this one is in use");
 template <bool CAUSAL>
 __global__ void __launch_bounds__(THREADS, 1)
 queries(const Backward p, int heads_together, const float* lse_log2, const float* delta,
         const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
         const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap grad_o_map,
         const __grid_constant__ CUtensorMap dq_map) {
-    constexpr int STEP = KEY_STEP, K_BYTES = STEP_BYTES<STEP>, STAGE = STAGE_BYTES<STEP>, STAGES = STAGES_OF<STEP>;
     extern __shared__ __align__(1024) char shared[];
     const uint32_t q_smem = smem_u32(shared);                  // [BLOCK, HEAD_DIM], and at last dQ
     const uint32_t grad_o_smem = q_smem + KEPT_BYTES;          // [BLOCK, HEAD_DIM]
-    const uint32_t stages = grad_o_smem + KEPT_BYTES;          // K [STEP, HEAD_DIM], V [STEP, HEAD_DIM]
-    const uint32_t full_kept = stages + STAGES * STAGE, full = full_kept + 8, empty = full + 8 * STAGES;
+    const uint32_t places = grad_o_smem + KEPT_BYTES;          // K or V [KEY_STEP, HEAD_DIM], by turns
+    const uint32_t full_kept = places + PLACES * K_BYTES, full = full_kept + 8, empty = full + 8 * PLACES;
     // endregion
 
     // region: which queries
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
-    const int consumer = threadIdx.x / GROUP, m_blocks = ceil_div(p.seq_q, BLOCK);
+    const int consumer = __shfl_sync(~0u, threadIdx.x / GROUP, 0), m_blocks = ceil_div(p.seq_q, BLOCK);
     const Part part = part_of<CAUSAL>(blockIdx.x, m_blocks, p.batch * p.heads, heads_together);
     const int batch = part.head_index / p.heads, head = part.head_index % p.heads;
     const int kv_head = head / (p.heads / p.kv_heads);
     const int m_start = (CAUSAL ? m_blocks - 1 - part.block : part.block) * BLOCK;     // the last rows see most
     // Keys are taken by tiles: 0 .. end - 1. From `whole` on, some row of the consumer does not see every key.
     const int diagonal = p.seq_k - p.seq_q;                    // causal: row i sees the keys up to i + diagonal
-    int end = ceil_div(p.seq_k, STEP), whole = p.seq_k / STEP;
+    int end = ceil_div(p.seq_k, KEY_STEP), whole = p.seq_k / KEY_STEP;
     if (CAUSAL) {
-        end = max(0, min(end, ceil_div(m_start + BLOCK + diagonal, STEP)));
-        whole = max(0, min(whole, (m_start + consumer * 64 + 1 + diagonal) / STEP));
+        end = max(0, min(end, ceil_div(m_start + BLOCK + diagonal, KEY_STEP)));
+        whole = max(0, min(whole, (m_start + consumer * 64 + 1 + diagonal) / KEY_STEP));
     }
     // endregion
 
     // region: barriers of queries
     if (threadIdx.x == 0) {
-        for (int i = 0; i < BARRIERS<STEP>; i++) mbarrier_init(full_kept + 8 * i, i < 1 + STAGES ? 1 : CONSUMERS);
+        for (int i = 0; i < 1 + 2 * PLACES; i++) mbarrier_init(full_kept + 8 * i, i < 1 + PLACES ? 1 : CONSUMERS);
         tma_prefetch(&q_map), tma_prefetch(&k_map), tma_prefetch(&v_map), tma_prefetch(&grad_o_map);
         fence_mbarrier_init();
     }
@@ -596,13 +610,11 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
             mbarrier_arrive_expect_tx(full_kept, 2 * KEPT_BYTES);
             copy_tile<BLOCK>(q_smem, q_map, full_kept, m_start, head, batch);
             copy_tile<BLOCK>(grad_o_smem, grad_o_map, full_kept, m_start, head, batch);
-            for (int j = 0; j < end; j++) {
-                const int stage = j % STAGES;
-                const uint32_t bar = full + 8 * stage, k_smem = stages + stage * STAGE;
-                mbarrier_wait(empty + 8 * stage, j / STAGES & 1 ^ 1);
-                mbarrier_arrive_expect_tx(bar, 2 * K_BYTES);
-                copy_tile<STEP>(k_smem, k_map, bar, j * STEP, kv_head, batch);
-                copy_tile<STEP>(k_smem + K_BYTES, v_map, bar, j * STEP, kv_head, batch);
+            for (int i = 0; i < 2 * end; i++) {
+                const int place = i % PLACES;
+                mbarrier_wait(empty + 8 * place, i / PLACES & 1 ^ 1);
+                load_tile<KEY_STEP>(places + place * K_BYTES, i % 2 ? v_map : k_map, full + 8 * place, i / 2 * KEY_STEP,
+                                kv_head, batch);
             }
         }
         return;
@@ -618,11 +630,18 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
 #pragma unroll
     for (int r = 0; r < ROWS_PER_LANE; r++)
         row_lse[r] = lse_log2[in_head + 8 * r], row_delta[r] = delta[in_head + 8 * r];
-    uint32_t ds_rmem[STEP / MMA_K][4];                         // dS, rounded
+    uint32_t ds_rmem[KEY_STEP / MMA_K][4];                         // dS, rounded
     const uint64_t q_operand = descriptor(q_smem + consumer * 64 * SLAB_ROW);
     const uint64_t grad_o_operand = descriptor(grad_o_smem + consumer * 64 * SLAB_ROW);
     const bool first_thread = threadIdx.x % GROUP == 0;
     const float scale_log2 = p.scale * LOG2E;
+    auto wait_for = [&](int i) {                               // where the i-th copy is
+        mbarrier_wait(full + 8 * (i % PLACES), i / PLACES & 1);
+        return places + i % PLACES * K_BYTES;
+    };
+    auto free_place = [&](int i) {
+        if (first_thread) mbarrier_arrive(empty + 8 * (i % PLACES));
+    };
     mbarrier_wait(full_kept, 0);
     // endregion
 
@@ -631,36 +650,35 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
         constexpr bool MASKED = decltype(is_masked)::value;
         // region: scores
         // S = Q K^T and dP = dO V^T
-        const int stage = j % STAGES;
-        const uint32_t k_smem = stages + stage * STAGE;
-        float s[STEP / 2], dp[STEP / 2];
-        mbarrier_wait(full + 8 * stage, j / STAGES & 1);
-        scores<STEP>(s, q_operand, descriptor(k_smem));
+        float s[KEY_STEP / 2], dp[KEY_STEP / 2];
+        const uint32_t k_smem = wait_for(2 * j);
+        scores<KEY_STEP>(s, q_operand, descriptor(k_smem));
         wgmma_wait<1>();                                       // dQ of the tile before is summed
-        if (j > 0 && first_thread) mbarrier_arrive(empty + 8 * ((j - 1) % STAGES));
-        scores<STEP>(dp, grad_o_operand, descriptor(k_smem + K_BYTES));
+        if (j > 0) free_place(2 * j - 2);
+        scores<KEY_STEP>(dp, grad_o_operand, descriptor(wait_for(2 * j + 1)));
         wgmma_wait<1>();                                       // S is ours
         // endregion
 
         // region: dQ
         // P = exp(S - lse) while dP is computed; then dS = P * (dP - delta), and dQ += dS K
 #pragma unroll
-        for (int i = 0; i < STEP / 2; i++) s[i] = exp2_approx(fmaf(s[i], scale_log2, -row_lse[i / 2 % 2]));
+        for (int i = 0; i < KEY_STEP / 2; i++) s[i] = exp2_approx(fmaf(s[i], scale_log2, -row_lse[i / 2 % 2]));
         wgmma_wait<0>();
+        free_place(2 * j + 1);
 #pragma unroll
         for (int r = 0; r < ROWS_PER_LANE; r++) {
             const int last_key = CAUSAL ? min(p.seq_k - 1, first_row + 8 * r + diagonal) : p.seq_k - 1;
 #pragma unroll
-            for (int n = 0; n < STEP / MMA_N; n++)
+            for (int n = 0; n < KEY_STEP / MMA_N; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float& c = dp[4 * n + 2 * r + e];
                     c = s[4 * n + 2 * r + e] * (c - row_delta[r]);
-                    if (MASKED && j * STEP + n * MMA_N + t * 2 + e > last_key) c = 0.f;
+                    if (MASKED && j * KEY_STEP + n * MMA_N + t * 2 + e > last_key) c = 0.f;
                 }
         }
-        round_to<STEP>(ds_rmem, dp);
-        add_product<STEP>(dq, ds_rmem, descriptor_of_rows<STEP>(k_smem));
+        round_to<KEY_STEP>(ds_rmem, dp);
+        add_product<KEY_STEP>(dq, ds_rmem, descriptor_of_rows<KEY_STEP>(k_smem));
         // endregion
     };
     int j = 0;
@@ -690,7 +708,7 @@ extern "C" int backward(const void* q, const void* k, const void* v, const void*
     const cudaStream_t s = (cudaStream_t)stream;
     const int64_t rows = (int64_t)p.batch * p.heads * padded(p.seq_q);
     float* delta = row_statistics + rows;
-    const int blocks = (int)(rows / STATISTICS_ROWS), parts = p.batch * p.kv_heads * ceil_div(p.seq_k, BLOCK);
+    const int blocks = (int)(rows / STATISTICS_ROWS), parts = p.batch * p.kv_heads * ceil_div(p.seq_k, KEYS);
     int* counter = turns++;                                    // of the parts that are taken
     if (p.launches & 1)
         statistics<<<blocks, 256, 0, s>>>(p, o, grad_o, lse, grad_lse, row_statistics, delta, counter, turns);
@@ -706,18 +724,18 @@ extern "C" int backward(const void* q, const void* k, const void* v, const void*
     const int together = max(FIVE ? apart : 1, fit_together(p.seq_q, heads));
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto of_keys = p.causal ? keys<true> : keys<false>;
-    cudaFuncSetAttribute(of_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<QUERIES>);
-    if (p.launches & 2) of_keys<<<min(p.sms, parts), THREADS, SHARED<QUERIES>, s>>>(
+    cudaFuncSetAttribute(of_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+    if (p.launches & 2) of_keys<<<min(p.sms, parts), THREADS, SHARED, s>>>(
         p, together, row_statistics, delta, map(q, p.q_stride, true, QUERIES),
-        map(k, p.k_stride, false, BLOCK), map(v, p.v_stride, false, BLOCK), map(grad_o, p.grad_o_stride, true, QUERIES),
+        map(k, p.k_stride, false, KEYS), map(v, p.v_stride, false, KEYS), map(grad_o, p.grad_o_stride, true, QUERIES),
         map(dk, p.dk_stride, false, 64), map(dv, p.dv_stride, false, 64), sums_map, counter, turns);
 #if PRODUCTS == 5
     if (p.launches & 4)
         convert<<<(int)(rows / BLOCK), CONSUMERS * GROUP, KEPT_BYTES, s>>>(p, sums, map(dq, p.dq_stride, true, 64));
 #else
     const auto of_queries = p.causal ? queries<true> : queries<false>;
-    cudaFuncSetAttribute(of_queries, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<KEY_STEP>);
-    if (p.launches & 4) of_queries<<<p.batch * p.heads * ceil_div(p.seq_q, BLOCK), THREADS, SHARED<KEY_STEP>, s>>>(
+    cudaFuncSetAttribute(of_queries, cudaFuncAttributeMaxDynamicSharedMemorySize, QUERIES_SHARED);
+    if (p.launches & 4) of_queries<<<p.batch * p.heads * ceil_div(p.seq_q, BLOCK), THREADS, QUERIES_SHARED, s>>>(
         p, fit_together(p.seq_k, p.batch * p.heads), row_statistics, delta,
         map(q, p.q_stride, true, BLOCK), map(k, p.k_stride, false, KEY_STEP), map(v, p.v_stride, false, KEY_STEP),
         map(grad_o, p.grad_o_stride, true, BLOCK), map(dq, p.dq_stride, true, 64));

@@ -93,9 +93,9 @@ struct Sum {
 };
 // Divided by its weight; and its lse, in log2 units. A row that saw no key is 0 and -inf.
 __device__ __forceinline__ float finish(Sum& sum) {
-    const float inverse = sum.l == 0.f ? 0.f : 1.f / sum.l;
+    const float inverse = sum.l == 0.f ? 0.f : rcp_approx(sum.l);
     sum.o.x *= inverse, sum.o.y *= inverse, sum.o.z *= inverse, sum.o.w *= inverse;
-    return sum.m + log2f(sum.l);
+    return sum.m + __log2f(sum.l);
 }
 __device__ __forceinline__ void store(const Cache& c, int b, int kv_head, int r, int quad, Sum& sum) {
     const float lse = finish(sum);
