@@ -133,6 +133,7 @@ PLANTED_WIDE = {
     "P in one place": (" + place * P_BYTES", "", "race"),
     "a stage freed while it is in use": ("            wgmma_wait<0>();\n        };", "        };", "stage-overwritten"),
     "dV over a stage that is read": ("            wait_for_stage();     ", "", "stage-overwritten"),
+    "K's stage freed while it is read": ("            fence_proxy_async();     ", "", "stage-overwritten"),
     "K read before it is there": (_WAIT + "#pragma unroll\n            for (int k", "for (int k",
                                   "read-before-wait"),
 }  # fmt: skip

@@ -163,6 +163,49 @@ def test_a_mistake_in_a_ring_is_found(expected, check):
     assert wanted.other_line == (LINES[other] if other else wanted.other_line) and re.search(words, wanted.message)
 
 
+LOADING = """#include "ptx_sm90.cuh"
+__global__ void k(const float* x, float* sums, int how) {
+    __shared__ __align__(128) char tile[512];
+    __shared__ uint64_t bars[2];
+    const uint32_t full = smem_u32(bars), empty = full + 8;
+    const int lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) mbarrier_init(full, 1), mbarrier_init(empty, 1), fence_mbarrier_init();
+    __syncthreads();
+    float c[4] = {};
+    for (int i = 0; i < 3; i++) {
+        if (threadIdx.x == 32) {
+            mbarrier_wait(empty, i % 2 ^ 1);
+            mbarrier_arrive_expect_tx(full, 512);
+            bulk_load(smem_u32(tile), x + 128 * i, 512, full);  // refill
+        }
+        if (threadIdx.x >= 32) continue;
+        mbarrier_wait(full, i % 2);
+        uint32_t r[4];
+        ldmatrix_x4(r, smem_u32(tile) + lane * 16);  // read
+        if (how == 1) fence_proxy_async();
+        if (how == 2) mma_m16n8k16(c, r, r[0], r[1]);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(empty);
+        if (how < 2) mma_m16n8k16(c, r, r[0], r[1]);
+    }
+    if (threadIdx.x < 32) sums[threadIdx.x] = c[0];
+}
+extern "C" void run(const float* x, float* sums, int how) { k<<<1, 64>>>(x, sums, how); }
+"""
+
+
+@pytest.mark.parametrize("how", [0, 1, 2])
+def test_an_arrival_does_not_wait_for_ldmatrix(how):
+    """0: the registers are used behind the arrival; 1: so, but with a fence before it; 2: they are used before it."""
+    x, sums = np.zeros(3 * 128, np.float32), np.zeros(32, np.float32)
+    report = report_of(compile_cuda(LOADING, check=True).run, x, sums, how)
+    assert [f.kind for f in report.findings] == ["stage-overwritten"] * (how == 0)
+    for f in report.findings:
+        lines = LOADING.splitlines()
+        assert "// refill" in lines[f.line - 1] and "// read" in lines[f.other_line - 1]
+        assert "an arrival at an mbarrier does not" in f.message
+
+
 def test_a_map_that_is_no_grid_constant_is_refused():
     kernel = """#include "ptx_sm90.cuh"
 __global__ void k(int n, PLACE CUtensorMap map) { tma_prefetch(&map); }

@@ -226,6 +226,12 @@ def _stage_overwritten(f: Facts) -> str:
             f"{f.does} shared memory that a {f.words} of {f.whom}{f.there} may still be reading: "
             f"only after {ASYNC_READS[f.words]} is it free again"
         )
+    if f.words == "ldmatrix, not waited for":
+        return (
+            f"overwrites with {f.how}{f.here} shared memory that {f.whom} reads with ldmatrix{f.there}, which nobody "
+            "has waited for: an arrival at an mbarrier does not, but the first use of the registers does, or "
+            "fence_proxy_async before the arrival"
+        )
     if f.words in _BULK_LOADS:
         return _still_filled(f)
     if f.words == "cp.async":

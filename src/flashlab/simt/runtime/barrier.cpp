@@ -57,6 +57,7 @@ static void arrive_and_wait(Lane* me, int id, int threads, int needed, int predi
     Barrier& b = me->block->barriers[id];
     const bool noted = me->lane == 0;
     if (noted) note(me->warp, DID_BARRIER_BEGIN, me->pc, id, threads);
+    me->warp->loading.clear();
     arrive(me, b, predicate);
     b.waiting.push_back(me);
     if (b.arrived >= needed) {

@@ -160,6 +160,10 @@ struct Clock {  // what is visible, to a warp or to some joined (clocks.h)
     uint32_t fenced[2][MAX_WARPS];  // and of that, to the async proxy as well (proxy.h), by Space
 };
 
+struct Loading {  // a row of an ldmatrix whose registers nobody has used yet
+    uint32_t address;
+    int thread, site;
+};
 struct Warp : Clock {
     Block* block;
     Lane* lanes;
@@ -170,6 +174,7 @@ struct Warp : Clock {
     uint32_t slots_used;        // a bit a slot
     std::vector<SiteLog> logs;  // by site
     std::vector<int> dirty;     // sites whose log is not empty
+    std::vector<Loading> loading;  // of blocks with mbarriers
 };
 
 struct Barrier {

@@ -1,5 +1,6 @@
 // ldmatrix, stmatrix and mma: which lane holds which element, and what is computed.
 #include "../include/simt/half_bits.h"
+#include "mbarrier.h"
 #include "shadow.h"
 #include "values.h"
 #include <algorithm>
@@ -31,6 +32,8 @@ static Rows find_rows(Warp* warp, const Slot& slot, int count, bool write) {
             if (!worker->shadow->in_bounds(lane, a, 16, how)) continue;
             if (warp->block->launch->checked)
                 worker->shadow->touch(lane, a, 16, write ? WRITE : READ, site, how, nullptr);
+            if (warp->block->launch->checked && !write && !worker->mbarriers->all.empty())
+                warp->loading.push_back({(uint32_t)a, lane->id, site});
             rows.row[i][r] = (uint8_t*)worker->window.base + a;
         }
         s.count[1] += shared_wavefronts(rows.address[i], 0xff, 16, !write).needed;  // a tile is 128 bytes: one at best
@@ -59,6 +62,7 @@ void load_matrix(Warp* warp, const Slot& slot) {
 void store_matrix(Warp* warp, const Slot& slot) {
     const int count = slot.param & 7;
     const bool trans = slot.param & SIMT_MATRIX_TRANS;
+    warp->loading.clear();
     const Rows rows = find_rows(warp, slot, count, true);
     for (int i = 0; i < count; i++) {
         uint16_t tile[8][8];
@@ -99,6 +103,7 @@ static int groups_under_way(const Warp* warp) {
 void multiply(Warp* warp, const Slot& slot) {
     const bool bf16 = slot.param & SIMT_MMA_BF16, acc16 = slot.param & SIMT_MMA_ACC_F16;
     const int k_size = slot.param & SIMT_M16N8K8 ? 8 : 16;
+    warp->loading.clear();
     Sites& sites = *warp->block->worker->sites;
     Site& site = sites[sites.find(slot.pc, k_size == 8 ? MMA_M16N8K8 : MMA_M16N8K16)];
     site.count[0]++;

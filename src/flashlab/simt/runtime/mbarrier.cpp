@@ -3,6 +3,7 @@
 #include "clocks.h"
 #include "events.h"
 #include "proxy.h"
+#include "shadow.h"
 
 namespace simt {
 
@@ -130,8 +131,9 @@ static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
         mbarriers(me).end_phase(me->block, bar);
         bar.last = {me, me->pc, me->calls};
     }
-    if (bytes) me->warp->time++;  // it goes on at once, and issues the copies that it has announced
-    else go_on_after_release(me);
+    me->warp->time++;
+    worker->shadow->still_loading(me->warp);
+    if (!bytes) let_others_run(me);  // else it goes on at once, and issues the copies that it has announced
 }
 void add_load(Lane* me, Mbarrier& bar, uint32_t address, const BulkCopy& load) {
     const bool fenced = bar.init_fenced && before(bar.init.thread, bar.init_fenced, me);

@@ -17,6 +17,7 @@ extern "C" void simt_fence_proxy_async(int global) {
     ENTER_FROM_KERNEL(me);
     if (!me->block->launch->checked) return;
     const Space space = global ? GLOBAL : SHARED;
+    me->warp->loading.clear();
     me->proxy_fences[space].push_back(me->warp->time + 1);  // or before (clocks.h)
     me->block->fences = true;
     me->block->global_fences |= space == GLOBAL;

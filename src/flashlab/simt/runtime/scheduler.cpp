@@ -160,6 +160,7 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
         w.alive = w.runnable = w.count == WARP ? ~0u : (1u << w.count) - 1;
         w.time = 1;
         w.slots_used = 0;
+        w.loading.clear();
         (Clock&)w = Clock();
     }
     for (int t = 0; t < block.threads; t++) {

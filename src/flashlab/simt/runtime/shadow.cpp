@@ -38,6 +38,7 @@ void SharedShadow::begin_block(size_t dynamic_bytes) {
     async_reads.clear();
     being_read.clear();
     remote.clear();
+    late.clear();
     reading = false;
 }
 
@@ -145,6 +146,27 @@ bool SharedShadow::file_if_read(Lane* lane, uint64_t address, int bytes, const c
     return false;
 }
 
+void SharedShadow::still_loading(const Warp* warp) {
+    for (const Loading& l : warp->loading) {
+        Stamp& s = late[l.address / 16];
+        s.time = warp->time, s.thread = l.thread, s.site = l.site;
+    }
+}
+bool SharedShadow::file_if_loading(Lane* lane, uint64_t address, int bytes, const char* how) {
+    bool filed = false;
+    for (uint64_t chunk = address / 16; chunk < (address + bytes + 15) / 16; chunk++) {
+        const auto it = late.find((uint32_t)chunk);
+        if (it == late.end()) continue;
+        const Stamp s = it->second;
+        late.erase(it);
+        if (filed || ordered(s, lane)) continue;
+        file(lane, {"stage-overwritten", how, "ldmatrix, not waited for", {(int64_t)address, bytes}, 0,
+                    (*lane->block->worker->sites)[s.site].pc, (int)s.thread});
+        filed = true;
+    }
+    return filed;
+}
+
 // ---- mbarriers ----------------------------------------------------------------------------------
 void SharedShadow::make_mbarrier(Lane* lane, uint32_t address, int site) {
     touch(lane, address, 8, WRITE, site, "mbarrier_init", nullptr);
@@ -193,6 +215,7 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         if (!copies) cell.full |= mine;
     };
     if (writes && __builtin_expect(watched | reading, 0)) filed = file_if_read(lane, address, bytes, how);
+    if (access == BULK_ISSUED && !late.empty()) filed |= file_if_loading(lane, address, bytes, how);
     if (__builtin_expect(!remote.empty(), 0))
         filed |= meets_remote(lane, lane->block, address, bytes, writes, how, lane->pc);
     Cell before, after;  // the cell to the left

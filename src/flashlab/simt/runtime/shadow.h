@@ -112,6 +112,8 @@ public:
     void touch_remotely(Lane* lane, const Block* owner, uint64_t address, int bytes, bool writes, const char* how);
     // The async proxy is about to read pieces of 16 bytes for a warp: files what is not there yet, or not for it.
     void check_pieces(Warp* warp, const std::vector<uint32_t>& pieces, const char* how, uintptr_t pc);
+    // An arrival of this warp, whose time has gone on, does not wait for what its ldmatrix load: that is read later.
+    void still_loading(const Warp* warp);
     bool watched = false;  // a wgmma of this block has read shared memory, or is going to
     void land(Lane* lane, uint64_t address, int bytes, int site);  // a cp.async that was checked when issued
     // A load of the async proxy, the same; who knows that clock at that time may read it.
@@ -134,11 +136,13 @@ private:
     bool meets_remote(Lane* lane, const Block* owner, uint64_t address, int bytes, bool writes, const char* how,
                       uintptr_t pc);
     bool file_if_read(Lane* lane, uint64_t address, int bytes, const char* how);
+    bool file_if_loading(Lane* lane, uint64_t address, int bytes, const char* how);
     void file_out_of_bounds(Lane* lane, uint64_t address, int bytes, const char* how);
     SharedWindow window;
     Cell* cells;  // mapped, so that what is never touched costs nothing
     size_t count;
     std::unordered_map<uint32_t, RemoteWord> remote;  // by address / 4
+    std::unordered_map<uint32_t, Stamp> late;  // reads that an arrival has left under way, by address / 16
     bool reading = false;  // there is one under way:
     std::vector<AsyncRead*> async_reads;
     std::vector<uint16_t> being_read;  // by how many of them, every 16 bytes

@@ -88,6 +88,7 @@ void Warpgroups::issue(Warp* warp, const Slot& slot) {
     if (here < GROUP_LANES)
         file_fatal(warp->lanes, {"wgmma-block", "wgmma", "", {here, first_warp, block->threads}, slot.pc});
     used = true;
+    warp->loading.clear();
     OfWarp& mine = of_warp[warp->index];
     OfGroup& ours = of_group[group];
     const uint64_t number = ++mine.issued;
