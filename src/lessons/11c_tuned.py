@@ -716,7 +716,7 @@ for run in RUNS:
 
 # %% [markdown]
 # That is two products of five, in `begin_step`, which makes $P$ of $S$ meanwhile. Here are the other three, in one row. $dQ = dS\,K$ sums over the keys of both consumers, so $dS$ goes to
-# shared memory too, transposed (`place_transposed`). `nth` counts tiles; at $D = 64$ a tile is taken in two steps, from query `first` on. `numbers` and `of_g` are $\delta$, `hide` is the mask; `multiply_dq` issues $dQ$, and `hand_dq_on` brings it to shared memory.
+# shared memory too, transposed (`place_transposed`). `nth` counts tiles; at $D = 64$ a tile is taken in two steps, from query `first` on. `numbers` is lse and then $\delta$ (beyond $D = 96$ that is in `of_g`), `hide` is the mask; `multiply_dq` issues $dQ$, and `hand_dq_on` brings it to shared memory.
 
 # %% [markdown]
 # $dS$ and $dQ$ have two places each, by turns: tiles 3 and 5 share one. `multiply_dq` (you will write it, in exercise 11c.3) begins with a barrier of both consumers. Who passes it in tile 4 knows that the other one has waited for its $dQ$ of tile 3: so $dS$ of tile 5 may come where that was.
@@ -779,7 +779,7 @@ for run in RUNS:
             print(f"{who:16} takes {min(r):.2f} to {max(r):.2f} times as long")
 
 # %% [markdown]
-# So the same bits each time cost nothing, as measured: adding in any order takes longer. (Its sums have to begin as zeros; whether that is why, was not isolated.) cuDNN is behind at every shape. FlashAttention-4, here without its option for the same bits, is behind at most of them, and ahead by up to 4 % at some.
+# So the same bits each time cost nothing, as measured: adding in any order takes as long, or longer. (Its sums have to begin as zeros; whether that is why, was not isolated.) cuDNN is behind at every shape. FlashAttention-4, here without its option for the same bits, is behind at most of them, and ahead by up to 4 % at some.
 #
 # TFLOP/s, by 2.5 times the forward pass. "≠": in 20 runs bits differed, which was asked of `p11`'s variants alone. *best* is the best of the others; `flash_attention` is `p11` through the door, `KEY_STEP` says how many keys `queries` takes at a time; not every variant was timed everywhere:
 
@@ -792,36 +792,37 @@ for backward in map(hopper_results.backward_table, RUNS):
 # %% [markdown]
 # What was tried, with figures, is in `notes/phase_11_experiments.md`. Shared memory is the narrowest: up to $D = 96$ the fragments of $K$ and $V$ stay in registers and are not read again for
 # every tile. And the barrier in `multiply_dq` brings both consumers to one place in every tile. From there both would do the same at the same time: first
-# products, then exponentials, while the tensor cores have nothing to do. So the second one waits in each step, in `begin_step`, until the first has its scores; above, `GO_ON` is the first one's arrival.
+# products, then exponentials, while the tensor cores have nothing to do. So the second one waits in each step, in `begin_step`, until the first has its $P$; above, `GO_ON` is the first one's arrival.
 # Schedules that hide more (the next scores behind $dK$) gained nothing.
 
 # %% [markdown]
 # But a fifth of the time at $N = 1024$ was spent before and behind the loop. So the grid is persistent, and the next keys are loaded while $dK$ and $dV$ of
-# these leave, from where $dS$ was (at $D = 128$ there is room for $dK$ alone). `empty_k` and `empty_v` tell the producer when: each consumer arrives there behind a barrier of both.
+# these leave, from where $dS$ was (beyond $D = 64$ there is room for $dK$ alone; $dV$ leaves from where V was). `empty_k` and `empty_v` tell the producer when.
 
 # %% [markdown]
 # ### Rows of more than 128 columns
 #
-# At $D = 256$ nothing of this fits. $dK$ and $dV$ of 128 keys are 512 registers for each thread of a warpgroup, and a thread has 255; of 64 keys they are 256. A block of 64 keys, then, and one gradient for each consumer:
-# the first has $dV$, the second $dK$. Squares of $dQ$ would take 64 KB more of shared memory, which K, V and two stages of Q and $dO$ have filled. So $dQ$ is `queries`' work: seven products, as with `PRODUCTS=7`.
+# At $D = 256$ nothing of this fits. A consumer's $dK$ and $dV$, of 64 keys, would be 256 registers for each of its threads, which have 240. So a block keeps 64 keys, and each consumer has one gradient of them:
+# the first $dV$, the second $dK$. A square of $dQ$ would be 64 KB; K, V and two stages of Q and $dO$ leave 32. So $dQ$ is `queries`' work: seven products, as with `PRODUCTS=7`.
 
 # %% [markdown]
 # What does each need? $dV = P^\top dO$ needs $P$, and $dK = dS^\top Q$ needs $dS = P \circ (dP - \delta)$: $P$ too. Both could compute $S$. But the first can hand $P$ over: its thread 5 holds the keys and queries that the second's thread 5 has in $dP$. So each computes one product of scores and one gradient.
 #
-# And $K$ and $V$? Each consumer needs one of them, always as A: 64 registers of fragments, read once. Then all of shared memory is left for stages.
+# And $K$ and $V$? Each consumer needs one of them, always as A: 64 registers of fragments, read once. With 128 of its gradient, 16 of scores and 8 of these rounded that is 216. Beside $P$ shared memory is then for stages: three.
 
 # %% [markdown]
-# Is that worth it? The tensor cores take 4096 multiply-adds per clock; shared memory hands out 128 bytes. A product of 64 rows and $N$ columns reads B, 32 $N$ bytes for each 16 of the inner dimension, and A, 2 KB, if that is not in registers:
+# Is that worth it? The tensor cores take 2048 multiply-adds per clock; shared memory hands out 128 bytes. A product of 64 rows and $N$ columns reads B, 32 $N$ bytes for each 16 of the inner dimension, and A, 2 KB, if that is not in registers:
 
 # %%
 def product(rows, n, inner, a_in_registers):
     "KB that a product reads from shared memory, and its clocks on the tensor cores."
     times = rows // 64 * inner // 16
-    return times * (32 * n + 2048 * (not a_in_registers)) / 1024, rows * n * inner / 4096
+    return times * (32 * n + 2048 * (not a_in_registers)) / 1024, rows * n * inner / 2048
 
 D, copies = 256, 64  # a tile of Q and one of dO, 64 rows each, come in once: KB
 by_design = {
     "both compute S, A in shared memory": 3 * [product(64, 64, D, False)],
+    "P goes over, A in shared memory": 2 * [product(64, 64, D, False)] + [(32, 0)],
     "P goes over, K and V in registers": 2 * 2 * [product(64, 32, D, True)] + [(32, 0)],
 }
 gradients = 2 * [product(64, D, 64, True)]
@@ -831,26 +832,30 @@ for name, scores in by_design.items():
     print(f"{name:35} {read:4.0f} KB, {read * 1024 / 128:5.0f} clocks; tensor cores {clocks:5.0f}")
 
 # %% [markdown]
-# ($P$ in float32 is 16 KB, written and read. Scores are taken 32 queries at a time: more registers are not left.) In both shared memory is what there is to wait for; the second design asks it for 30 % less.
+# (Of these queries $P$ in float32 is 16 KB, written once and read once. Scores are taken 32 queries at a time: more registers are not left.) Handing $P$ over takes a fifth of the work from the tensor cores. Fragments in registers take from shared memory what it would then be last with: so it is not what the products wait for.
 #
-# `of_lane` is lse, or $\delta$, of one query; who needs it gets it by a shuffle. $P$ has two places, and two barriers for each, `full_p` and `empty_p`: the first consumer may be a step or two ahead.
+# $P$ has two places of 32 queries, and two barriers for each, `full_p` and `empty_p`: the first consumer may be a step or two ahead.
+
+# %% [markdown]
+# Both consumers run this code; `HAS_V` is true in the first. `kept` is its fragments of $K$ or $V$, `acc` its $dV$ or $dK$. `OF_SCORES` and `OF_SUM` say where in a stage its two B operands lie, Q or $dO$. `of_lane` is lse, or $\delta$, of a query for each lane: who needs another's gets it by a shuffle. `steps` counts steps, `place` and `turn` are $P$'s place and its barrier's parity. Each product is waited for: what overlaps is the other consumer.
 
 # %%
 show.region(path("wide_keys.cuh"), "scores of wide keys", "P goes over", "dV or dK")
 
 # %% [markdown]
-# A part has a stage for $K$ and $V$ too: the ring of stages brings them like any tile. At its end one more stage is given out empty, for $dV$ and $dK$ to leave from:
+# A part has a stage for $K$ and $V$ too: the ring of stages brings them like any tile. At its end one more is given out empty (the producer's arrival expects 0 bytes), for $dV$ and $dK$ to leave from:
 
 # %%
 show.region(path("wide_keys.cuh"), "main loop of wide keys", "store dV or dK")
 
 # %% [markdown]
-# Look at the proxy fence behind `ldmatrix`. In its place there was nothing at first, and all tests passed: the emulator was silent, results on the GPU were right. Then twenty runs of each shape were compared, bit by bit. Without a mask, at $N = 4096$, five differed: in one row of $dK$, or in one row of $dV$ and the same row of $dK$. What is wrong in both? $P$, so a row of $K$. In $dK$ alone? A row of $V$.
+# Look at the proxy fence behind `ldmatrix`. In its place there was nothing at first, and all tests passed: the emulator was silent, results on the GPU were right. Then twenty runs of each shape were compared, bit by bit. Without a mask, at $N = 4096$, five of them differed: in one row of $dK$, or in one row of $dV$ and the same row of $dK$. What is wrong in both? $P$, so a row of $K$. In $dK$ alone? A row of $V$.
 
 # %% [markdown]
-# `ldmatrix` only *asks*. The registers are waited for where they are first used, and an arrival uses none. So the stage was given back while the last loads were still under way, and now and then the next tile was faster. In other kernels the values are used, by a product or an exponential, before the stage is freed: that is a wait as well. With the fence 300 of 300 runs agree.
-#
-# The lesson is *compare bits over many runs, at full size*. And since then the emulator takes an `ldmatrix` for read only when its registers are used. Without the fence:
+# `ldmatrix` only *asks*. The registers are waited for where they are first used, and an arrival uses none. So the stage was given back while the last loads were still under way, and now and then the next tile was faster. In other kernels the values are used, by a product or an exponential, before the stage is freed: that is a wait as well. With the fence 300 of 300 runs agree. (This is read off the machine code and the runs; in the documents we have not found it.)
+
+# %% [markdown]
+# The lesson is *compare bits over many runs, at full size*. And since then the emulator takes an `ldmatrix` for read only when its registers are used. Without the fence (line numbers are of the text with the header in it):
 
 # %%
 header = '#include "p11_hopper/wide_keys.cuh"'

@@ -9,8 +9,8 @@
 // same each time; -DORDERED=0 adds in any order, to see what order costs. `convert` makes dQ of the sums.
 //
 // A block has two consumers of 64 rows each, and a producer. In `keys` the scores are computed transposed, K Q^T: so
-// P^T and dS^T lie in registers as the A operands of dV and dK, and no tile is ever transposed. Its second consumer is
-// some products behind the first: -DSKEWED=0 to see what that is for.
+// P^T and dS^T lie in registers as the A operands of dV and dK, and only for dQ dS is stored, transposed back. Its
+// second consumer is some products behind the first: -DSKEWED=0 to see what that is for.
 //
 // Up to D = 96 the fragments of K and V stay in registers: shared memory is what the products wait for.
 //
@@ -443,7 +443,7 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         for (int n = 0; n < STEP / MMA_N; n++) numbers[n] = *(const float2*)(row + n * MMA_N + t * 2);
     };
     // S^T = K Q^T and dP^T = V dO^T: rows are keys, columns are queries: STEP of a stage, from `first` on. The second
-    // consumer waits until the first has its S: so tensor cores and exponentials are busy by turns, not at one time.
+    // consumer waits until the first has its P: so one has exponentials to compute while the other multiplies.
     // (The barrier of dS keeps the first from being a step ahead: it never arrives twice.)
     auto begin_step = [&](int nth, int first) {
         const float* lse_row = lse_of(nth, first);
