@@ -55,7 +55,7 @@ import triton.language as tl
 #
 # One program computes `s` = Q Kᵀ for M ≤ BLOCK_M queries and N ≤ BLOCK_N keys, without a scale. Q and K are fp16, and have HEAD_DIM
 # columns, any number; a tile of them has BLOCK_D columns, a power of two, and no tile of yours may have more, however wide HEAD_DIM is. A row of Q begins
-# `stride_q` elements after the one before, and what lies between the rows is not yours to read. Rows of K and of S, which is float32, follow one another
+# `stride_q` elements after the one before, and what lies between the rows is not yours to read. Rows of K (every `stride_k` elements) and of S, which is float32, follow one another
 # without a gap.
 
 # %% [markdown]

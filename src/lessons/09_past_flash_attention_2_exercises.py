@@ -460,7 +460,7 @@ store = r"""
 # %% [markdown]
 # ## 9.9
 #
-# Section 6 loads K's fragments one step ahead. Do it for V, in `p9_5_prefetch`, and two steps ahead, as it is done where a step has too few MMAs to hide an `ldmatrix`: when a step issues its MMAs,
+# Section 6 loads K's fragments one step ahead. Do it for V, in `p9_5_prefetch`, and two steps ahead (as it is done where a step has too few MMAs to hide an `ldmatrix`). So when a step issues its MMAs,
 # the `ldmatrix` of the next two steps have been issued. No fragment is loaded twice, and none behind the last one; the name `b` is taken, by K's. (One step gained nothing on an H200, as section 15 says: the compiler had done it.)
 
 # %% tags=["exercise"]
@@ -510,8 +510,8 @@ output = r"""
 # %% [markdown]
 # ## 9.10
 #
-# Section 7 counts *query* heads that are worked on together. But what has to fit into the L2 cache is K and V, so count *key* heads: `kv_together` of them at a time, each with
-# the `group` query heads that read it, are a *portion*; the last one may have fewer. Query head h reads key head h // group. The launch has `m_blocks` · `heads` blocks. Within a portion of heads the longest blocks, a head's last ones, go first: those of all its heads in the heads' order; then the
+# Section 7 of the lecture counts *query* heads that are worked on together. But what has to fit into the L2 cache is K and V, so count *key* heads: `kv_together` of them at a time, each with
+# the `group` query heads that read it, are a *portion*; the last one may have fewer. Query head h reads key head h // group. The launch has `m_blocks` · `heads` blocks. Within a portion the longest blocks, a head's last ones, go first: those of all the portion's heads, in their order; then the
 # second longest, and so on.
 
 # %% [markdown]

@@ -11,7 +11,7 @@
 # |:--|:--|
 # | `length` | how many keys a sequence has |
 # | `page`, `table` | rows per key head in a page; the numbers of a sequence's pages, in order |
-# | `group`, `queries` | query heads per key head; queries per sequence, the last beside the last key |
+# | `group`, `queries` | query heads per key head; queries per sequence, the last beside the last key (there may be more of them than keys) |
 # | `splits` | into how many parts a sequence's keys are cut |
 # | `lse` | the log of the sum of exponentials |
 
@@ -29,7 +29,7 @@ import triton.language as tl
 # %% [markdown]
 # ## 12.1
 #
-# The lecture counts one query, in 16 bits. Now any number of queries per sequence (a draft, a part of a prompt), and any size of a number.
+# The lecture counts one query, in 16 bits. Now any number of queries per sequence (a draft, a part of a prompt), and numbers of `itemsize` bytes.
 # As there, both products count, a multiply-add as two operations, and of the memory K and V alone.
 # How many queries does it take until the tensor cores, and not the memory, are the wall?
 

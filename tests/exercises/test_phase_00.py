@@ -37,13 +37,16 @@ def recursive(states, merge, nothing):
     ("id", "answer"),
     [
         ("0.2", online_softmax.online_softmax),
-        ("0.5", lambda x, v, n: torch.softmax(x, 0) @ v),
         ("0.7", merge_as_tree),
         ("0.7", recursive),
     ],
 )
 def test_right_answers_pass_in_several_styles(id, answer):
     assert check(*answers(id, answer))
+
+
+def test_a_row_that_is_taken_at_once_is_told():
+    assert diagnosis("0.5", lambda x, v, n: torch.softmax(x, 0) @ v) == "not-in-blocks"
 
 
 def test_a_row_that_is_kept_as_a_whole_is_told():

@@ -150,6 +150,8 @@ def test_blames_of_other_shapes():
     assert "warp is 0 for wait" in str(failure("11.5", lambda e, a: [(0, w) for _, w in right(e, a)]))
     assert "warps is {" in str(failure("11.5", lambda e, a: [(w, x | {w}) for w, x in right(e, a)]))
     assert check("11.5", lambda e, a: [[w, sorted(x)] for w, x in right(e, a)])
+    early = failure("11.5", lambda e, a: [(w, x or {0} if len(e) == 3 else x) for w, x in right(e, a)])
+    assert "the log [(0, 'arrive', 8), (1, 'mbarrier-wait', 8)" in early.case  # one of two has arrived
 
 
 # ---- 11.6 to 11.14: texts -------------------------------------------------------------------------------------------
@@ -179,6 +181,7 @@ test_what_no_row_says = told(
     ("11.8", [(OF_K, f"if (n > 1) {BEFORE}\n                {OF_K}")], "its place is free"),
     ("11.9", [("{row_bytes, HEAD", "{2, row_bytes, HEAD")], "of your code, `return tensor_map("),
     ("11.10", [("sync(4", "sync(1"), ("arrive(4", "arrive(1")], "these barriers are in use: 1, 2"),
+    ("11.10", [("(consumer + CONSUMERS - 1)", "(consumer + 1)")], "the turns go forwards"),
     ("11.10", [("sync(4", "sync(14"), ("arrive(4", "arrive(14")], "thread 383 of block 0 uses barrier 16"),
     ("11.11", [(ROOM, ""), (STORE, f"{STORE}\n    {ROOM}")], "a place is filled that somebody still reads"),
     ("11.12", [(BOUNDS, "")], "no __launch_bounds__(THREADS, 1) says how many threads"),

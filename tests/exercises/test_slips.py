@@ -30,6 +30,7 @@ test_a_slip_is_told_by_the_piece_that_it_is_in = told(
     ("1.8", [("tl.exp(s - m_i[:, None]) / l_i", "tl.exp(s - m_i[:, None]) / m_i")], "`m_i` stands where `l_i` belongs"),
     ("2.4", [("K, V, BLOCK_N, scale)\n", "K, V, BLOCK_N, scale / 2)\n")], "the divisor `2` is one too many"),
     ("2.9", [("key[None, :] > last", "key[None, :] >= last")], "`key[None, :] > last_key[:, None]` belongs"),
+    ("2.9", [("last_key[:, None], -math.inf", "last_key[:, None], -1e4")], "where `-math.inf` belongs"),
     ("3.4", [("offs_n[:, None] * stride_vn", "offs_n[:, None] * stride_kn")], "where `stride_vn` belongs"),
     ("3.8", [("offs_n[:, None] * stride_vn", "offs_n[:, None] * stride_kn")], "where `stride_vn` belongs"),
     ("11c.3", [("consumer * BLOCK * SLAB_ROW", "consumer * 64")], "hold dS of queries 0 to 7 and keys 32 to 39"),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashlab.attention.cost import peak_bytes
 from flashlab.attention.online_softmax import (
     State,
     block_state,
@@ -365,6 +366,14 @@ _ROWS = {
 }
 
 
+def _expect_blocks(fn: Callable[..., Any]) -> None:
+    """CheckFailed where 3072 numbers more take half as many bytes more at once: the whole row's exponentials."""
+    r = random.Random(3)
+    few, many = (peak_bytes(fn, normal(r, n), normal(r, n, 1), 32) for n in (1024, 4096))
+    said = "the values are right, but your function took the whole row at once: it is to go on block by block"
+    expect(many - few < 3072 * 8 // 2, said, diagnosis="not-in-blocks")
+
+
 @tensor_rule(
     "0.5",
     title="Bug hunt: right until it is not", minutes=15, difficulty="Bug hunt",
@@ -378,7 +387,7 @@ _ROWS = {
     ],
     returns="the output",
     inputs={f"{case}, blocks of {n}": (x, _V, n) for case, x in _ROWS.items() for n in (4, 5, 1, 12, 100)},
-    draw=_of_row,
+    draw=_of_row, then=_expect_blocks,
     nan={"1000": "exp overflowed: every exponent must be a score minus the running maximum"},
     notes={
         "correction": _RESCALE, "m - m_new": _OLD_MINUS_NEW, "m_new": "every exponent is a score minus the new maximum",

@@ -285,7 +285,7 @@ def _some_head(r: random.Random) -> tuple[Any, ...]:
 def _of_a_head(fn: Callable[..., Any], **data: Any) -> TensorRule:
     """What an answer of a whole head is mended to."""
     # M, N, BLOCK_M, BLOCK_N, by how much scores are higher
-    sizes = (5, 4, 2, 2), (4, 11, 2, 4), (6, 8, 4, 2, 300.0), (23, 3, 2, 2)
+    sizes = (5, 4, 2, 2), (4, 11, 2, 4), (6, 8, 4, 2, 300.0), (23, 3, 2, 2), (7, 9, 5, 2, -3e4), (40, 44, 16, 8)
     inputs = {str(x): _head(random.Random(i), *x) for i, x in enumerate(sizes)}
     return made(fn, ("O", "lse"), inputs=inputs, draw=_some_head, on_device=True, tol=1e-4, **data)
 

@@ -543,13 +543,15 @@ def log(
 # (stages, consumers, producers). With two producers and an odd number of stages the phases of one barrier are made up
 # by different warps; with three and four stages, the phases of one parity too.
 _PIPELINES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 3, 2), (3, 2, 2), (4, 2, 3))
-# What the pipeline's warps do not do: arrive for the next phase before somebody has passed, wait for their own phase.
+# What the pipeline's warps do not do: arrive for the next phase before somebody has passed, wait for their own phase,
+# pass at a new barrier where one of two has arrived.
 _BY_HAND = (
     (
         [(0, "arrive", 8), (3, "mbarrier-wait", 8), (1, "arrive", 8), (2, "arrive", 8), (3, "mbarrier-passed", 8)],
         {8: 2},
     ),
     ([(0, "arrive", 8), (0, "mbarrier-wait", 8), (1, "arrive", 8), (0, "mbarrier-passed", 8)], {8: 2}),
+    ([(0, "arrive", 8), (1, "mbarrier-wait", 8), (1, "mbarrier-passed", 8)], {8: 2}),
 )
 _TURNS = "phase = len(arrived[bar]) // arrivals[bar] - 1"
 _ADDED = "arrived[bar].append(warp)"

@@ -648,7 +648,7 @@ def _none_left(module: CudaModule, case: str | None = None) -> Counter[int]:
 
 
 def _turns(module: CudaModule) -> Outputs:
-    order = torch.full((9,), -1, dtype=torch.int32)
+    order = torch.full((12,), -1, dtype=torch.int32)
     module.launch("run", order, 3, echo=False, timeline=1, timeout=1.0)
     return [order.float()]
 
@@ -656,7 +656,7 @@ def _turns(module: CudaModule) -> Outputs:
 _PASS, _TAKE = "if (consumer == 0) pass_turn(consumer);", "if (consumer == CONSUMERS - 1) take_turn(consumer);"
 _TO = "named_barrier_arrive(4 + (consumer + CONSUMERS - 1) % CONSUMERS, 2 * GROUP);"
 OWN_TURNS = Trials(
-    "11.10", _watched(CONSUMERS=3), [traced(_turns)], then=_none_left,
+    "11.10", _watched(CONSUMERS=4), [traced(_turns)], then=_none_left,
     place=lambda text: _in_file(TURNS, "turns", text).text,
     notes={
         "consumer == 0": "the last consumer begins, so consumer 0 passes on, as if its turn had just been",
@@ -711,7 +711,7 @@ def turns_backwards(turns: str) -> str:
     text = _filled_in(turns, "turns")
     expect_defined(text, "begin", "take_turn", "pass_turn", "end")
     whole = _in_file(TURNS, "turns", text)
-    with explained(lambda: _watched(CONSUMERS=3)(whole), OWN_TURNS):
+    with explained(lambda: _watched(CONSUMERS=4)(whole), OWN_TURNS):
         for consumers in (2, 3):
             _expect_turns(_watched(CONSUMERS=consumers)(whole), whole, consumers)
     return "2 and 3 consumers take their turns, and none is left over"

@@ -222,9 +222,10 @@ class TensorRule(Rule):
         except Exception as failed:
             raises = not isinstance(failed, CheckFailed)
             slug = getattr(failed, "diagnosis", "")
-            if is_unsolved(failed) or (hunt and slug not in _UNKNOWN) or not (said := self._mended(answer, raises)):
+            told = slug == "input-modified" or (hunt and slug not in _UNKNOWN)
+            if is_unsolved(failed) or told or not (said := self._mended(answer, raises)):
                 raise
-            if IN_NUMBERS in said and slug not in _NO_CAUSE:
+            if (IN_NUMBERS in said and slug not in _NO_CAUSE) or (_MOVED.search(said) and "NaN" in str(failed)):
                 raise
             said += f": {self.rest}"
             if not isinstance(failed, CheckFailed):
