@@ -832,7 +832,7 @@ for name, scores in by_design.items():
     print(f"{name:35} {read:4.0f} KB, {read * 1024 / 128:5.0f} clocks; tensor cores {clocks:5.0f}")
 
 # %% [markdown]
-# (Of these queries $P$ in float32 is 16 KB, written once and read once. Scores are taken 32 queries at a time: more registers are not left.) Handing $P$ over takes a fifth of the work from the tensor cores. Fragments in registers take from shared memory what it would then be last with: so it is not what the products wait for.
+# (Of these queries $P$ in float32 is 16 KB, written once and read once. Scores are taken 32 queries at a time: more registers are not left.) Handing $P$ over takes a fifth of the work from the tensor cores. With fragments in registers shared memory is no longer the slower of the two.
 #
 # $P$ has two places of 32 queries, and two barriers for each, `full_p` and `empty_p`: the first consumer may be a step or two ahead.
 
