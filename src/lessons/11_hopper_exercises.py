@@ -97,11 +97,11 @@ __device__ uint64_t narrow_columns(uint32_t tile, int k) {
 # 8 bytes each: one for Q, four a stage. Numbers have 16 bits. How many stages fit into `shared_bytes`?
 #
 # A block has `consumers` warpgroups and one for the producer, 128 threads each. At the launch every thread gets as many of
-# 65536 registers as it can, a multiple of 8. Then the producer's warpgroup keeps `producer` registers per thread. How many can each
-# consumer thread take with `setmaxnreg`? (What rounding down leaves over is lost.)
+# 65536 registers as it can, a multiple of 8. The producer's warpgroup keeps `producer` registers per thread. How many can each
+# consumer thread take with `setmaxnreg`? (The remainder is lost.)
 #
 # A consumer has 64 rows. O (`head_dim` columns, float), S of the next tile (`block_n` columns, float) and P of this tile (`block_n`
-# columns, 16 bits) are in its 128 threads' registers together, and each thread needs `others` more: it has `registers`. How large can `block_n`, a multiple
+# columns, 16 bits) are in its 128 threads' registers, and each thread needs `others` more: it has `registers`. How large can `block_n`, a multiple
 # of 16, be? (What `wgmma` allows is no limit here.)
 
 # %% tags=["exercise"]

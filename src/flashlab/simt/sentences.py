@@ -229,8 +229,8 @@ def _stage_overwritten(f: Facts) -> str:
     if f.words == "ldmatrix, not waited for":
         return (
             f"overwrites with {f.how}{f.here} shared memory that {f.whom} reads with ldmatrix{f.there}, which nobody "
-            "has waited for: an arrival at an mbarrier does not, but the first use of the registers does, or "
-            "fence_proxy_async before the arrival"
+            "has waited for: an arrival at an mbarrier does not, but the first use of the registers does (what is seen "
+            "here: by a product or stmatrix), or fence_proxy_async before the arrival"
         )
     if f.words in _BULK_LOADS:
         return _still_filled(f)
